@@ -1,0 +1,71 @@
+"""From class capsules to scores, and from scores to probabilities."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from torchcaps.functional import length
+from torchcaps.types import Capsules
+
+
+class Head(Protocol):
+    def __call__(self, capsules: Capsules) -> Tensor: ...
+
+    def probabilities(self, scores: Tensor) -> Tensor: ...
+
+
+class LengthHead(nn.Module):
+    """A capsule is as present as it is long; lengths are already in [0, 1].
+
+    Args:
+        longest: the length that counts as 1 (Choi's capsules, whose entries lie in [-1, 1], reach sqrt(d)).
+    """
+
+    def __init__(self, longest: float = 1.0):
+        super().__init__()
+        self.longest = longest
+
+    def forward(self, capsules: Capsules) -> Tensor:
+        return length(capsules.poses) / self.longest
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class ActivationHead(nn.Module):
+    """The activations that routing gave (EM)."""
+
+    def forward(self, capsules: Capsules) -> Tensor:
+        assert capsules.activations is not None
+        return capsules.activations
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class LogitHead(nn.Module):
+    """Scores are logits: of one class each image (softmax) or of each class by itself (sigmoid)."""
+
+    def __init__(self, several: bool = False):
+        super().__init__()
+        self.several = several
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return scores.sigmoid() if self.several else scores.softmax(dim=-1)
+
+
+class LinearHead(LogitHead):
+    """One linear map, shared by all class capsules, from pose to logit (Tsai).
+
+    Where the routing has activations (ablation C) they scale the logits.
+    """
+
+    def __init__(self, dim: int, several: bool = False):
+        super().__init__(several)
+        self.linear = nn.Linear(dim, 1)
+
+    def forward(self, capsules: Capsules) -> Tensor:
+        logits = self.linear(capsules.poses)[..., 0]
+        return logits if capsules.activations is None else logits * capsules.activations

@@ -1,0 +1,109 @@
+"""The one call all networks share, and the capsule network made of blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.functional import mask_capsules
+from torchcaps.models.heads import Head
+from torchcaps.types import Capsules, Image, Output
+
+
+class Network(nn.Module):
+    """Checks what comes in, encodes it, and decodes the capsules of the labels, or else of the best scores.
+
+    Subclasses give `encode`. Parameters under `decoder.` serve the reconstruction alone.
+
+    Args:
+        image: channels, height, width.
+        objects: how many capsules are decoded when no labels are given.
+
+    Shapes: images [b, c, h, w], labels [b] or [b, k] padded with -1
+    """
+
+    def __init__(self, image: Image, classes: int, head: Head, decoder: nn.Module | None = None, objects: int = 1):
+        super().__init__()
+        self.image = tuple(image)
+        self.classes = classes
+        self.objects = objects
+        self.head = head
+        self.decoder = decoder
+
+    def encode(self, images: Tensor) -> tuple[Capsules | None, Tensor, Tensor | None]:
+        """Class capsules, scores, and a penalty of the network's own."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Output:
+        check_images(images, self.image)
+        if labels is not None:
+            check_labels(labels, len(images), self.classes)
+        capsules, scores, penalty = self.encode(images)
+        return Output(
+            scores, capsules, self.reconstruct(capsules, scores, labels), penalty, self.head.probabilities(scores)
+        )
+
+    def reconstruct(self, capsules: Capsules | None, scores: Tensor, labels: Tensor | None) -> Tensor | None:
+        """Shapes: -> [b, k, c, h, w]; the picture of a label of -1 means nothing"""
+        if self.decoder is None or capsules is None:
+            return None
+        targets = scores.topk(self.objects, dim=1).indices if labels is None else labels
+        targets = targets[:, None] if targets.dim() == 1 else targets
+        pictures = self.decoder(mask_capsules(capsules.poses, targets).flatten(0, 1))
+        return pictures.unflatten(0, targets.shape)
+
+
+class CapsNet(Network):
+    """Images -> features -> primary capsules -> capsule layers -> scores.
+
+    Args:
+        stem: any module from images [b, c, h, w] to features [b, c', h', w'].
+        primary: features to capsules.
+        body: the capsule layers, the last of which has the class capsules.
+    """
+
+    def __init__(
+        self,
+        stem: nn.Module,
+        primary: nn.Module,
+        body: nn.Module,
+        head: Head,
+        decoder: nn.Module | None = None,
+        *,
+        image: Image,
+        classes: int,
+        objects: int = 1,
+    ):
+        super().__init__(image, classes, head, decoder, objects)
+        self.stem = stem
+        self.primary = primary
+        self.body = body
+
+    def encode(self, images: Tensor) -> tuple[Capsules | None, Tensor, Tensor | None]:
+        children = self.primary(self.stem(images))
+        capsules = self.body(children.poses, children.activations)
+        return capsules, self.head(capsules), None
+
+
+def check_images(images: Tensor, image: Image) -> None:
+    if not images.is_floating_point():
+        raise ValueError(f"images must be floating point, got {images.dtype}; divide bytes by 255 first")
+    if images.dim() != 4 or tuple(images.shape[1:]) != image:
+        raise ValueError(
+            f"images must be [b, {', '.join(map(str, image))}], got {list(images.shape)}; "
+            "a network for other images is built with image=(channels, height, width)"
+        )
+
+
+def check_labels(labels: Tensor, batch: int, classes: int) -> None:
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    if labels.dim() not in (1, 2) or len(labels) != batch:
+        raise ValueError(f"labels must be [{batch}] or [{batch}, k], got {list(labels.shape)}")
+    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+        return  # looking at values would wait for the device
+    least = -1 if labels.dim() == 2 else 0
+    if labels.numel() and not (least <= int(labels.min()) and int(labels.max()) < classes):
+        raise ValueError(
+            f"labels must lie between {least} and {classes - 1}, got {int(labels.min())} to {int(labels.max())}"
+        )
