@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -12,7 +13,7 @@ def length(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [...]
     """
-    return torch.linalg.vector_norm(_widen(poses), dim=dim).to(poses.dtype)
+    return torch.linalg.vector_norm(widen(poses), dim=dim).to(poses.dtype)
 
 
 def squash(poses: Tensor, dim: int = -1) -> Tensor:
@@ -20,7 +21,7 @@ def squash(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [..., d]
     """
-    s = _widen(poses)
+    s = widen(poses)
     norm = torch.linalg.vector_norm(s, dim=dim, keepdim=True)
     return (s * (norm / (1 + norm * norm))).to(poses.dtype)
 
@@ -30,15 +31,15 @@ def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [..., d]
     """
-    s = _widen(poses)
+    s = widen(poses)
     norm = torch.linalg.vector_norm(s, dim=dim, keepdim=True)
     somewhere = norm > 0
     safe = torch.where(somewhere, norm, 1)
     return (s * torch.where(somewhere, -torch.expm1(-safe) / safe, 1)).to(poses.dtype)
 
 
-def _widen(x: Tensor) -> Tensor:
-    """Half precision has too few exponents for squares: 256^2 is infinite in float16."""
+def widen(x: Tensor) -> Tensor:
+    """float32 for half precision, which has too few exponents for squares: 256^2 is infinite in float16."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -55,17 +56,28 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
 
     Shapes: poses [b, j, d], targets [b, k] -> [b, k, j, d]
     """
-    chosen = F.one_hot(targets.clamp(min=0), poses.shape[1]) * (targets >= 0)[..., None]
-    return chosen[..., None].to(poses.dtype) * poses[:, None]
+    chosen = targets[..., None] == torch.arange(poses.shape[1], device=poses.device)  # [b, k, j]
+    return torch.where(chosen[..., None], poses[:, None], 0)
 
 
-def side_of(dim: int, what: str = "pose dimension") -> int:
+def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None:
+    """Labels are int64, [b] or [b, k] padded with -1. Values are looked at only where that waits for no device."""
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    if labels.dim() not in (1, 2) or len(labels) != batch:
+        raise ValueError(f"labels must be [{batch}] or [{batch}, k], got {list(labels.shape)}")
+    if classes is None or torch.compiler.is_compiling() or labels.device.type != "cpu" or not labels.numel():
+        return
+    least = -1 if labels.dim() == 2 else 0
+    low, high = int(labels.min()), int(labels.max())
+    if low < least or high >= classes:
+        raise ValueError(f"labels must lie between {least} and {classes - 1}, got {low} to {high}")
+
+
+def side_of(dim: int) -> int:
     """The side of a square matrix with `dim` entries."""
-    side = round(dim**0.5)
-    if side * side != dim:
-        raise ValueError(
-            f"a matrix pose needs a square {what}, got {dim}; the nearest that fit are {side**2} and {(side + 1) ** 2}"
-            if side**2 < dim
-            else f"a matrix pose needs a square {what}, got {dim}; the nearest that fit are {(side - 1) ** 2} and {side**2}"
-        )
+    side = math.isqrt(max(dim, 0))
+    if dim < 1 or side * side != dim:
+        near = f"{side**2} and {(side + 1) ** 2}" if side else "1 and 4"
+        raise ValueError(f"a matrix pose needs a square number of entries, got {dim}; the nearest that fit are {near}")
     return side

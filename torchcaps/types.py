@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 Image = tuple[int, int, int]  # channels, height, width
 
 
+class ImageTooSmall(ValueError):
+    """Raised where a layer's window does not fit its input any more."""
+
+
 class Capsules(NamedTuple):
     """Poses, how present each capsule is, and who was routed to whom.
 
