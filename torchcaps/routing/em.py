@@ -1,0 +1,103 @@
+"""EM routing (Hinton, Sabour & Frosst 2018): each parent is a Gaussian, fitted to the votes it is responsible for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchcaps.ops import Votes, gaussian_fit, gaussian_log_density, in_full_precision
+from torchcaps.routing.checks import check_iterations
+from torchcaps.types import Capsules
+
+
+def hinton_temperature(iteration: int) -> float:
+    """The inverse temperature at an iteration, counted from 0; the authors' schedule."""
+    return 0.01 * (1 - 0.95 ** (iteration + 1))
+
+
+@in_full_precision
+def em_routing(
+    votes: Votes | Tensor,
+    activations: Tensor | None,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    iterations: int = 3,
+    *,
+    inverse_temperature: Callable[[int], float] = hinton_temperature,
+    sites: bool = True,
+    variance_floor: float = 5e-4,
+) -> Capsules:
+    """M-step and E-step in turn, in log space, ending on an M-step.
+
+    Args:
+        activations: of the children; none means all are present.
+        beta_u: [j], the cost of describing a vote.
+        beta_a: [j], the cost of a parent being there.
+        sites: parents of all windows a child stands in compete for it, rather than those of one window.
+        variance_floor: added to the variances, which are zero where a parent has one child.
+
+    Shapes: votes [..., i, j, d], activations [..., i] -> poses [..., j, d], activations [..., j], coupling [..., i, j]
+    """
+    check_iterations(iterations)
+    votes = Votes.of(votes)
+
+    def compete(logits: Tensor) -> Tensor:
+        return logits - (votes.per_child(logits) if sites else logits.logsumexp(-1))[..., None]
+
+    shape = (*votes.lead, votes.in_caps, votes.parents)
+    log_coupling = compete(torch.zeros(shape, dtype=votes.dtype, device=votes.device))
+    for iteration in range(iterations):
+        coupling = log_coupling.exp()
+        weights = coupling if activations is None else coupling * activations[..., None]
+        mass, mean, variance = gaussian_fit(votes, weights)
+        variance = variance + variance_floor
+        logits = parent_logits(mass, variance, beta_u, beta_a, inverse_temperature(iteration))
+        if iteration < iterations - 1:
+            density = gaussian_log_density(votes, mean, variance)
+            log_coupling = compete(density + F.logsigmoid(logits)[..., None, :])
+    return Capsules(mean, logits.sigmoid(), coupling)
+
+
+def parent_logits(mass: Tensor, variance: Tensor, beta_u: Tensor, beta_a: Tensor, temperature: float) -> Tensor:
+    """How sure it is that a parent is there: what describing its votes by it saves, less what it costs.
+
+    Shapes: mass [..., j], variance [..., j, d] -> [..., j]
+    """
+    cost = (beta_u[:, None] + 0.5 * variance.log()).sum(-1) * mass
+    return temperature * (beta_a - cost)
+
+
+class EMRouting(nn.Module):
+    """Args: as `em_routing`; one beta_u and one beta_a is learnt for each parent type."""
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        out_dim: int,
+        iterations: int = 3,
+        *,
+        sites: bool = True,
+        inverse_temperature: Callable[[int], float] = hinton_temperature,
+    ):
+        super().__init__()
+        check_iterations(iterations)
+        self.iterations, self.sites, self.inverse_temperature = iterations, sites, inverse_temperature
+        self.beta_u = nn.Parameter(torch.zeros(out_caps))
+        self.beta_a = nn.Parameter(torch.zeros(out_caps))
+
+    def forward(
+        self, votes: Votes | Tensor, activations: Tensor | None = None, parents: Tensor | None = None
+    ) -> Capsules:
+        return em_routing(
+            votes,
+            activations,
+            self.beta_u,
+            self.beta_a,
+            self.iterations,
+            inverse_temperature=self.inverse_temperature,
+            sites=self.sites,
+        )
