@@ -1,0 +1,70 @@
+"""What comes before the capsules. A network takes any module from images to features; these are the papers'."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def conv_stem(
+    in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0
+) -> nn.Sequential:
+    """One convolution and ReLU.
+
+    Shapes: images [b, c, h, w] -> [b, c', h', w']
+    """
+    return nn.Sequential(nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding), nn.ReLU())
+
+
+def simple_backbone(in_channels: int, width: int = 256) -> nn.Sequential:
+    """Tsai's simple backbone: one convolution that halves the sides.
+
+    Shapes: images [b, c, h, w] -> [b, width, h / 2, w / 2]
+    """
+    return conv_stem(in_channels, width, kernel_size=3, stride=2, padding=1)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions with batch norm and a way around them, a 1 x 1 convolution where sizes differ.
+
+    Shapes: features [b, c, h, w] -> [b, c', h / stride, w / stride]
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU()
+        self.shortcut = nn.Sequential()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        residual = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(features)))))
+        return self.relu(residual + self.shortcut(features))
+
+
+def resnet_stage(in_channels: int, out_channels: int, blocks: int, stride: int = 1) -> nn.Sequential:
+    """Basic blocks, the first of which changes channels and size."""
+    first = BasicBlock(in_channels, out_channels, stride)
+    return nn.Sequential(first, *(BasicBlock(out_channels, out_channels) for _ in range(blocks - 1)))
+
+
+def resnet_stem(in_channels: int, out_channels: int = 64) -> nn.Sequential:
+    """The first convolution of a ResNet for small images, without pooling."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU()
+    )
+
+
+def resnet_backbone(in_channels: int, width: int = 128) -> nn.Sequential:
+    """Tsai's ResNet backbone: three blocks of 64 channels, four of `width` (256 for the dynamic rival).
+
+    Shapes: images [b, c, h, w] -> [b, width, h / 2, w / 2]
+    """
+    return nn.Sequential(
+        resnet_stem(in_channels), resnet_stage(64, 64, blocks=3), resnet_stage(64, width, blocks=4, stride=2)
+    )

@@ -1,0 +1,116 @@
+"""Convolutional capsules in which the window votes as one (Choi et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchcaps.layers.init import glorot_uniform_
+from torchcaps.types import Capsules, Routing
+
+
+def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """What TensorFlow's SAME adds before and after, so that ceil(size / stride) windows fit; an odd one goes after."""
+    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+    return total // 2, total - total // 2
+
+
+def conv_same(features: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, groups: int = 1) -> Tensor:
+    """A convolution with TensorFlow's SAME padding: PyTorch's own has no stride, and pads evenly.
+
+    Shapes: features [b, c, h, w], weight [c', c / groups, k, k] -> [b, c', ceil(h / stride), ceil(w / stride)]
+    """
+    top, bottom = same_padding(features.shape[2], weight.shape[2], stride)
+    left, right = same_padding(features.shape[3], weight.shape[3], stride)
+    if (top, left) == (bottom, right):
+        return F.conv2d(features, weight, bias, stride, (top, left), groups=groups)
+    return F.conv2d(F.pad(features, (left, right, top, bottom)), weight, bias, stride, groups=groups)
+
+
+class PooledConvCaps(nn.Module):
+    """Each child type's window is convolved into one vote for each parent type; the votes of a site are routed.
+
+    Every pair of types has a convolution and a bias of its own, and all of them are one grouped convolution. The
+    routing sees capsule types only. A window has no one activation, so those of the children are not looked at.
+
+    Args:
+        routing: a routing class or a partial of one, called with (in_caps, out_caps, out_dim).
+        dropout: share of the children's entries set to 0 in training.
+
+    Shapes: poses [b, i, p, h, w] -> Capsules with poses [b, j, d, ceil(h / stride), ceil(w / stride)] and coupling
+        [b, h', w', i, j]
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        in_dim: int,
+        out_caps: int,
+        out_dim: int,
+        routing: Callable[..., Routing],
+        kernel_size: int | tuple[int, int] = 3,
+        stride: int = 1,
+        dropout: float = 0.5,
+    ):
+        super().__init__()
+        self.stride = stride
+        window = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        weight = torch.empty(in_caps, out_caps, out_dim, in_dim, *window)  # [i, j, d, p, y, x]
+        area = window[0] * window[1]
+        self.weight = nn.Parameter(glorot_uniform_(weight, area * in_dim, area * out_dim))
+        self.bias = nn.Parameter(torch.zeros(in_caps, out_caps, out_dim))
+        self.dropout = nn.Dropout(dropout)
+        self.routing = routing(in_caps, out_caps, out_dim)
+
+    def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
+        if parents is not None:
+            parents = parents.permute(0, 3, 4, 1, 2)
+        routed = self.routing(self.vote(self.dropout(poses)), None, parents)
+        presence = routed.activations
+        return routed._replace(
+            poses=routed.poses.permute(0, 3, 4, 1, 2),
+            activations=None if presence is None else presence.permute(0, 3, 1, 2),
+        )
+
+    def vote(self, poses: Tensor) -> Tensor:
+        """Shapes: poses [b, i, p, h, w] -> votes [b, h', w', i, j, d]"""
+        children = len(self.weight)
+        votes = conv_same(poses.flatten(1, 2), self.weight.flatten(0, 2), self.bias.flatten(), self.stride, children)
+        return votes.unflatten(1, self.bias.shape).permute(0, 4, 5, 1, 2, 3).contiguous()
+
+
+class FullWindowCaps(PooledConvCaps):
+    """The same with one window as large as the map, which gives the class capsules.
+
+    Its weights grow with the map: in_caps x out_caps x in_dim x out_dim for each site.
+
+    Args:
+        size: height and width of the map.
+
+    Shapes: poses [b, i, p, h, w] -> Capsules with poses [b, j, d] and coupling [b, i, j]
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        in_dim: int,
+        out_caps: int,
+        out_dim: int,
+        routing: Callable[..., Routing],
+        size: tuple[int, int],
+        dropout: float = 0.5,
+    ):
+        super().__init__(in_caps, in_dim, out_caps, out_dim, routing, kernel_size=size, dropout=dropout)
+
+    def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
+        return self.routing(self.vote(self.dropout(poses)), None, parents)
+
+    def vote(self, poses: Tensor) -> Tensor:
+        """Shapes: poses [b, i, p, h, w] -> votes [b, i, j, d]"""
+        if poses.shape[3:] != self.weight.shape[4:]:
+            size, given = ("{} x {}".format(*x.shape[-2:]) for x in (self.weight, poses))
+            raise ValueError(f"the window is as large as the map, {size}, and got a map of {given}")
+        return torch.einsum("bipyx,ijdpyx->bijd", poses, self.weight) + self.bias

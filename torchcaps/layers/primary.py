@@ -1,0 +1,68 @@
+"""From features to the first capsules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchcaps.layers.sizes import out_size
+from torchcaps.types import Capsules
+
+
+class PrimaryCaps(nn.Module):
+    """A convolution whose channels are seen as capsules: types x dim of them.
+
+    Args:
+        nonlinearity: over each pose, e.g. `squash`, or a LayerNorm.
+        bias: of the convolution.
+        scale: multiplies the convolution before its bias; 1/types in Sabour's released code, which routes once here.
+        activations: also a sigmoid convolution, one activation for each capsule (EM).
+        depthwise: each channel sees only itself (Mazzia), so features must have types x dim channels.
+
+    Shapes: features [b, f, h, w] -> poses [b, c, d, y, x], activations [b, c, y, x] or None
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        types: int,
+        dim: int,
+        kernel_size: int | tuple[int, int],
+        stride: int = 1,
+        padding: int = 0,
+        *,
+        nonlinearity: Callable[..., Tensor] | None = None,
+        bias: bool = True,
+        scale: float = 1.0,
+        activations: bool = False,
+        depthwise: bool = False,
+    ):
+        super().__init__()
+        if depthwise and in_channels != types * dim:
+            raise ValueError(f"depthwise needs {types} x {dim} = {types * dim} features, got {in_channels}")
+        self.types, self.dim, self.scale = types, dim, scale
+        self.nonlinearity = nonlinearity
+        groups = in_channels if depthwise else 1
+        self.conv = nn.Conv2d(in_channels, types * dim, kernel_size, stride, padding, groups=groups, bias=bias)
+        self.activation = (
+            nn.Conv2d(in_channels, types, kernel_size, stride, padding, bias=bias) if activations else None
+        )
+
+    def out_space(self, height: int, width: int) -> tuple[int, int]:
+        (tall, wide), stride, padding = self.conv.kernel_size, self.conv.stride[0], int(self.conv.padding[0])
+        return out_size(height, tall, stride, padding), out_size(width, wide, stride, padding)
+
+    def forward(self, features: Tensor) -> Capsules:
+        conv = self.conv
+        maps = (
+            F.conv2d(features, conv.weight * self.scale, conv.bias, conv.stride, conv.padding, groups=conv.groups)
+            if self.scale != 1.0
+            else conv(features)
+        )
+        poses = maps.unflatten(1, (self.types, self.dim))
+        if self.nonlinearity is not None:
+            poses = self.nonlinearity(poses.movedim(2, -1)).movedim(-1, 2)
+        return Capsules(poses, None if self.activation is None else torch.sigmoid(self.activation(features)))

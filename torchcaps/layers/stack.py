@@ -1,0 +1,53 @@
+"""Capsule layers one after another, and all at once."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torchcaps.types import Capsules
+
+
+class CapsuleStack(nn.Module):
+    """Runs layers in sequence; further iterations step every layer at once (Tsai, procedure 2).
+
+    A concurrent iteration takes each layer's children and parents from the iteration before, so information moves one
+    layer at a time. The first capsules stay as they are.
+
+    Args:
+        iterations: 1 is a plain sequence.
+
+    Shapes: poses as the first layer takes them -> Capsules of the last layer
+    """
+
+    def __init__(self, *layers: nn.Module, iterations: int = 1):
+        super().__init__()
+        if not isinstance(iterations, int) or iterations < 1:
+            raise ValueError(f"iterations must be 1 or more, got {iterations!r}")
+        self.layers = nn.ModuleList(layers)
+        self.iterations = iterations
+
+    def forward(self, poses: Tensor, activations: Tensor | None = None) -> Capsules:
+        first = Capsules(poses, activations)
+        states: list[Capsules] = []
+        for layer in self.layers:
+            below = states[-1] if states else first
+            states.append(layer(below.poses, below.activations))
+        for _ in range(self.iterations - 1):
+            children = [first, *states[:-1]]
+            states = [
+                layer(below.poses, below.activations, parents=state.poses)
+                for layer, below, state in zip(self.layers, children, states, strict=True)
+            ]
+        return states[-1]
+
+
+class Residual(nn.Module):
+    """Adds a layer's input to its output poses, where both have the same size."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
+        capsules: Capsules = self.layer(poses, activations, parents)
+        return capsules._replace(poses=poses + capsules.poses)
