@@ -1,0 +1,18 @@
+"""Networks by name. Importing this registers every preset."""
+
+from torchcaps.models import (  # noqa: F401
+    ar_capsnet,
+    capsnet,
+    cnn,
+    efficient_capsnet,
+    em_capsnet,
+    encapnet,
+    inverted_capsnet,
+    li_cnn,
+    mazzia_cnn,
+    rivals,
+)
+from torchcaps.models.network import CapsNet, Network
+from torchcaps.models.registry import create_model, list_models, register
+
+__all__ = ["CapsNet", "Network", "create_model", "list_models", "register"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from torchcaps.functional import mask_capsules
+from torchcaps.functional import check_labels, mask_capsules
 from torchcaps.models.heads import Head
 from torchcaps.types import Capsules, Image, Output
 
@@ -24,7 +23,7 @@ class Network(nn.Module):
 
     def __init__(self, image: Image, classes: int, head: Head, decoder: nn.Module | None = None, objects: int = 1):
         super().__init__()
-        self.image = tuple(image)
+        self.image: Image = (image[0], image[1], image[2])
         self.classes = classes
         self.objects = objects
         self.head = head
@@ -92,18 +91,4 @@ def check_images(images: Tensor, image: Image) -> None:
         raise ValueError(
             f"images must be [b, {', '.join(map(str, image))}], got {list(images.shape)}; "
             "a network for other images is built with image=(channels, height, width)"
-        )
-
-
-def check_labels(labels: Tensor, batch: int, classes: int) -> None:
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels must be int64, got {labels.dtype}")
-    if labels.dim() not in (1, 2) or len(labels) != batch:
-        raise ValueError(f"labels must be [{batch}] or [{batch}, k], got {list(labels.shape)}")
-    if torch.compiler.is_compiling() or labels.device.type != "cpu":
-        return  # looking at values would wait for the device
-    least = -1 if labels.dim() == 2 else 0
-    if labels.numel() and not (least <= int(labels.min()) and int(labels.max()) < classes):
-        raise ValueError(
-            f"labels must lie between {least} and {classes - 1}, got {int(labels.min())} to {int(labels.max())}"
         )

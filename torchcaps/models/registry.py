@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchcaps.types import Image
+from torchcaps.types import Image, ImageTooSmall
 
 BUDGET = 1_000_000_000  # weights a network may have before `create_model` asks whether that was meant
-
-
-class ImageTooSmall(ValueError):
-    """Raised where a layer's window does not fit its input any more."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""AR-CapsNet (Choi, Seo, Im & Kang 2019): capsules from convolutions, attention routing and the capsule activation.
+
+The paper leaves open where a residual meets the tanh; this follows the released code, as do the attention kernel of
+N x N x D for each parent (the paper's counts need it) and Keras's start and batch norm. No layer has a window that
+might not fit, so there is no smallest image; the class capsules' window is the whole map, and its weights grow with it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from torch import Tensor, nn
+
+from torchcaps.layers.decoder import Decoder
+from torchcaps.layers.init import keras_conv_, keras_linear_
+from torchcaps.layers.pooled import FullWindowCaps, PooledConvCaps, conv_same
+from torchcaps.layers.stack import CapsuleStack, Residual
+from torchcaps.models.heads import LengthHead
+from torchcaps.models.network import CapsNet
+from torchcaps.models.registry import register
+from torchcaps.routing.attention import AttentionRouting, CapsuleActivation
+from torchcaps.types import Capsules, Image
+
+CAPS, PRIMARY_DIM = 8, 16
+LARGEST_MAP = 10  # the largest that the paper has after a ConvCaps layer, for affNIST
+
+
+def ar_stem(in_channels: int, width: int = 64) -> nn.Sequential:
+    """Twice convolution, batch norm, ReLU.
+
+    Shapes: images [b, c, h, w] -> [b, width, h, w]
+    """
+    layers: list[nn.Module] = []
+    for ins in (in_channels, width):
+        conv = keras_conv_(nn.Conv2d(ins, width, 3, padding=1))
+        layers += [conv, nn.BatchNorm2d(width, eps=1e-3, momentum=0.01), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class ARPrimaryCaps(nn.Module):
+    """A convolution that halves the sides, ReLU, and the capsule activation of each type (Eq. 3 and 4).
+
+    Shapes: features [b, c', h, w] -> Capsules with poses [b, c, d, ceil(h / 2), ceil(w / 2)]
+    """
+
+    def __init__(self, in_channels: int, caps: int, dim: int):
+        super().__init__()
+        self.conv = keras_conv_(nn.Conv2d(in_channels, caps * dim, 3, stride=2))
+        self.activation = CapsuleActivation(caps, dim)
+
+    def forward(self, features: Tensor) -> Capsules:
+        poses = conv_same(features, self.conv.weight, self.conv.bias, stride=2).relu()
+        poses = poses.unflatten(1, self.activation.bias.shape).permute(0, 3, 4, 1, 2)
+        return Capsules(self.activation(poses).permute(0, 3, 4, 1, 2))
+
+
+class TanhResidual(Residual):
+    """u_l = tanh(u_(l-1) + what the layer gives before its own tanh).
+
+    Shapes: poses [b, c, d, h, w] -> Capsules with poses [b, c, d, h, w]
+    """
+
+    def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
+        capsules = super().forward(poses, activations, parents)
+        return capsules._replace(poses=capsules.poses.tanh())
+
+
+@register(paper="Choi et al. 2019", parameters="5.31M", operations="0.098G")
+def ar_capsnet_mnist(
+    *,
+    image: Image = (1, 28, 28),
+    classes: int = 10,
+    depth: int = 1,
+    dim: int = 32,
+    attention: str = "all",
+    dropout: float = 0.5,
+    decoder: bool = True,
+) -> CapsNet:
+    """One ConvCaps layer. `attention="own"` has each logit see its own child's vote alone, as in the paper's text."""
+    return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
+
+
+@register(paper="Choi et al. 2019")
+def ar_capsnet_affnist(
+    *,
+    image: Image = (1, 40, 40),
+    classes: int = 10,
+    depth: int = 1,
+    dim: int = 16,
+    attention: str = "all",
+    dropout: float = 0.5,
+    decoder: bool = True,
+) -> CapsNet:
+    """The network for MNIST with capsules of half the size."""
+    return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
+
+
+@register(paper="Choi et al. 2019", parameters="9.6M")
+def ar_capsnet_cifar10(
+    *,
+    image: Image = (3, 32, 32),
+    classes: int = 10,
+    depth: int = 4,
+    dim: int = 32,
+    attention: str = "all",
+    dropout: float = 0.5,
+    decoder: bool = True,
+) -> CapsNet:
+    """Table 2: `depth` ConvCaps layers, 0 to 4 in the paper, of capsules with `dim` numbers, 16 or 32."""
+    return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
+
+
+@register(paper="Choi et al. 2019")
+def ar_capsnet(
+    *,
+    image: Image = (3, 32, 32),
+    classes: int = 10,
+    depth: int = 4,
+    dim: int = 32,
+    attention: str = "all",
+    dropout: float = 0.5,
+    decoder: bool = True,
+) -> CapsNet:
+    """For any image. As many of the ConvCaps layers halve the sides as bring the map to 10 x 10 or less.
+
+    The paper halves once, which for its own images is the same; for 224 x 224 pixels all four layers do, and the class
+    capsules have 4M weights instead of 257M. The decoder still has 512 for each pixel: `decoder=False` goes without.
+    """
+    side, halved = -(-max(image[1:]) // 2), 0
+    while side > LARGEST_MAP:
+        side, halved = -(-side // 2), halved + 1
+    return _build(image, classes, depth, dim, max(halved, 1), attention, dropout, decoder)
+
+
+def _build(
+    image: Image, classes: int, depth: int, dim: int, halved: int, attention: str, dropout: float, decoder: bool
+) -> CapsNet:
+    """The first `halved` ConvCaps layers, at least one, have stride 2; those after them are residual."""
+    if depth < 0:
+        raise ValueError(f"depth must be 0 or more ConvCaps layers, got {depth}")
+    if dim < 1:
+        raise ValueError(f"dim must be at least 1, got {dim}")
+    routing = partial(AttentionRouting, attention=attention)
+    layers: list[nn.Module] = []
+    height, width, in_dim = -(-image[1] // 2), -(-image[2] // 2), PRIMARY_DIM
+    for n in range(depth):
+        if n < halved:
+            layers.append(PooledConvCaps(CAPS, in_dim, CAPS, dim, routing, stride=2, dropout=dropout))
+            height, width, in_dim = -(-height // 2), -(-width // 2), dim
+        else:
+            inner = PooledConvCaps(CAPS, dim, CAPS, dim, partial(routing, tanh=False), dropout=dropout)
+            layers.append(TanhResidual(inner))
+    layers.append(FullWindowCaps(CAPS, in_dim, classes, dim, routing, size=(height, width), dropout=dropout))
+    return CapsNet(
+        stem=ar_stem(image[0]),
+        primary=ARPrimaryCaps(64, CAPS, PRIMARY_DIM),
+        body=CapsuleStack(*layers),
+        head=LengthHead(longest=math.sqrt(dim)),
+        decoder=Decoder(classes * dim, hidden=(512, 512), image=image, init=_start) if decoder else None,
+        image=image,
+        classes=classes,
+    )
+
+
+def _start(linear: nn.Linear, last: bool) -> None:
+    keras_linear_(linear)
