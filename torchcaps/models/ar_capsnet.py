@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchcaps.layers.decoder import Decoder
 from torchcaps.layers.init import keras_conv_, keras_linear_
 from torchcaps.layers.pooled import FullWindowCaps, PooledConvCaps, conv_same
+from torchcaps.layers.sizes import feature_shape
 from torchcaps.layers.stack import CapsuleStack, Residual
 from torchcaps.models.heads import LengthHead
 from torchcaps.models.network import CapsNet
@@ -120,6 +121,7 @@ def ar_capsnet(
     dim: int = 32,
     attention: str = "all",
     dropout: float = 0.5,
+    backbone: nn.Module | None = None,
     decoder: bool = True,
 ) -> CapsNet:
     """For any image. As many of the ConvCaps layers halve the sides as bring the map to 10 x 10 or less.
@@ -127,14 +129,23 @@ def ar_capsnet(
     The paper halves once, which for its own images is the same; for 224 x 224 pixels all four layers do, and the class
     capsules have 4M weights instead of 257M. The decoder still has 512 for each pixel: `decoder=False` goes without.
     """
-    side, halved = -(-max(image[1:]) // 2), 0
+    stem = backbone or ar_stem(image[0])
+    side, halved = -(-max(feature_shape(stem, image)[1:]) // 2), 0
     while side > LARGEST_MAP:
         side, halved = -(-side // 2), halved + 1
-    return _build(image, classes, depth, dim, max(halved, 1), attention, dropout, decoder)
+    return _build(image, classes, depth, dim, max(halved, 1), attention, dropout, decoder, stem)
 
 
 def _build(
-    image: Image, classes: int, depth: int, dim: int, halved: int, attention: str, dropout: float, decoder: bool
+    image: Image,
+    classes: int,
+    depth: int,
+    dim: int,
+    halved: int,
+    attention: str,
+    dropout: float,
+    decoder: bool,
+    stem: nn.Module | None = None,
 ) -> CapsNet:
     """The first `halved` ConvCaps layers, at least one, have stride 2; those after them are residual."""
     if depth < 0:
@@ -143,7 +154,9 @@ def _build(
         raise ValueError(f"dim must be at least 1, got {dim}")
     routing = partial(AttentionRouting, attention=attention)
     layers: list[nn.Module] = []
-    height, width, in_dim = -(-image[1] // 2), -(-image[2] // 2), PRIMARY_DIM
+    stem = stem or ar_stem(image[0])
+    channels, height, width = feature_shape(stem, image)
+    height, width, in_dim = -(-height // 2), -(-width // 2), PRIMARY_DIM
     for n in range(depth):
         if n < halved:
             layers.append(PooledConvCaps(CAPS, in_dim, CAPS, dim, routing, stride=2, dropout=dropout))
@@ -153,8 +166,8 @@ def _build(
             layers.append(TanhResidual(inner))
     layers.append(FullWindowCaps(CAPS, in_dim, classes, dim, routing, size=(height, width), dropout=dropout))
     return CapsNet(
-        stem=ar_stem(image[0]),
-        primary=ARPrimaryCaps(64, CAPS, PRIMARY_DIM),
+        stem=stem,
+        primary=ARPrimaryCaps(channels, CAPS, PRIMARY_DIM),
         body=CapsuleStack(*layers),
         head=LengthHead(longest=math.sqrt(dim)),
         decoder=Decoder(classes * dim, hidden=(512, 512), image=image, init=_start) if decoder else None,

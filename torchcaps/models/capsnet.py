@@ -75,7 +75,7 @@ def build_capsnet(
     if official:
         inits: list[Init] = [partial(truncated_normal_, std=std) for std in (0.05, 0.1, 0.1)]
     else:
-        inits = [nn.init.kaiming_normal_, nn.init.kaiming_normal_, partial(mixture_normal_, in_caps=in_caps)]
+        inits = [nn.init.kaiming_normal_, nn.init.kaiming_normal_, partial(mixture_normal_, in_caps=in_caps, size=0.8)]
     bias = 0.1 if official else 0.0
     if backbone is None:
         _fill(stem[0], inits[0], bias)

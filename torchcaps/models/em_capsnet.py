@@ -45,12 +45,15 @@ def build_em(
     channels, height, width = feature_shape(backbone, image)
     primary = PrimaryCaps(channels, types[0], dim, kernel_size=1, bias=bias, activations=True)
     routing = partial(EMRouting, iterations=iterations, sites=sites)
-    init = partial(nn.init.normal_, std=dim**-0.25)  # a 4 x 4 product then keeps the poses' size
     layers: list[nn.Module] = []
+    shrunk = 1.0  # a parent, being a mean of n votes that point anywhere, starts sqrt(n) smaller than they are
     for below, above, stride in ((types[0], types[1], 2), (types[1], types[2], 1)):
+        init = partial(nn.init.normal_, std=shrunk * dim**-0.25)  # votes of size 1, well above the variance floor
         layer = ConvCaps(below, dim, above, dim, 3, stride, routing, pose="matrix", init=init)
         height, width = layer.out_space(height, width)
         layers.append(layer)
+        shrunk = math.sqrt(below * 3**2)
+    init = partial(nn.init.normal_, std=shrunk * dim**-0.25)
     layers.append(
         SharedCaps(
             types[2],

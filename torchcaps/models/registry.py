@@ -64,11 +64,14 @@ def create_model(name: str, *, budget: int = BUDGET, **options: Any) -> nn.Modul
     """
     preset = find_preset(name)
     _check_options(preset, options)
-    image = options.get("image", preset.options["image"])
+    options = {"image": tuple(options.pop("image", preset.options["image"])), **options}
+    image = options["image"]
     try:
         count = count_on_meta(preset, options)
-    except ImageTooSmall as error:
-        raise ValueError(f"{name}: {error}{_smallest_that_fits(preset, options, image)}") from None
+    except ImageTooSmall:
+        raise ValueError(
+            f"{name} cannot take image {_by(image)}, which is too small{_smallest_that_fits(preset, options, image)}"
+        ) from None
     if count > budget:
         raise ValueError(
             f"{name} for image {_by(image)} and {options.get('classes', preset.options['classes'])} classes would have "
@@ -107,17 +110,19 @@ def _smallest_that_fits(preset: Preset, options: dict[str, Any], image: Image) -
 
 
 def _largest_that_fits(preset: Preset, options: dict[str, Any], image: Image, budget: int) -> str:
-    fits, too_large = 0, max(image[1:])
+    best, fits, too_large = 0, 0, max(image[1:])
     while too_large - fits > 1:
         side = (fits + too_large) // 2
         try:
             count = count_on_meta(preset, {**options, "image": (image[0], side, side)})
         except ImageTooSmall:
-            count = 0
             fits = side
             continue
-        fits, too_large = (side, too_large) if count <= budget else (fits, side)
-    return f"; the largest image that fits has {fits} x {fits} pixels"
+        if count <= budget:
+            best = fits = side
+        else:
+            too_large = side
+    return f"; the largest image that fits has {best} x {best} pixels" if best else "; no smaller image helps"
 
 
 def _by(image: Image) -> str:

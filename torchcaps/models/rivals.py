@@ -36,10 +36,11 @@ def build_dynamic(image: Image, classes: int, backbone: str | nn.Module, iterati
     height, width = primary.out_space(height, width)
     in_caps = 32 * height * width
     routing = partial(DynamicRouting, iterations=iterations)
+    init = partial(mixture_normal_, in_caps=in_caps, size=0.9 / classes**0.25)  # the margin loss adds up over classes
     return CapsNet(
         features,
         primary,
-        CapsuleStack(LinearCaps(in_caps, 8, classes, 16, routing, init=partial(mixture_normal_, in_caps=in_caps))),
+        CapsuleStack(LinearCaps(in_caps, 8, classes, 16, routing, init=init)),
         LengthHead(),
         Decoder(classes * 16, image=image) if decoder else None,
         image=image,

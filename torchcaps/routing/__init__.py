@@ -4,6 +4,7 @@ from torchcaps.routing.attention import AttentionRouting, CapsuleActivation, att
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
 from torchcaps.routing.em import EMRouting, em_routing, hinton_temperature
 from torchcaps.routing.inverted_attention import InvertedAttentionRouting, inverted_attention
+from torchcaps.routing.master_aide import MasterAide, master_aide
 from torchcaps.routing.self_attention import SelfAttentionRouting, self_attention_routing
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "DynamicRouting",
     "EMRouting",
     "InvertedAttentionRouting",
+    "MasterAide",
     "SelfAttentionRouting",
     "attention_routing",
     "capsule_activation",
@@ -19,5 +21,6 @@ __all__ = [
     "em_routing",
     "hinton_temperature",
     "inverted_attention",
+    "master_aide",
     "self_attention_routing",
 ]
