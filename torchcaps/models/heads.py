@@ -59,13 +59,18 @@ class LogitHead(nn.Module):
 class LinearHead(LogitHead):
     """One linear map, shared by all class capsules, from pose to logit (Tsai).
 
-    Where the routing has activations (ablation C) they scale the logits.
+    Args:
+        activated: the activations that routing gave scale the logits (ablation C).
     """
 
-    def __init__(self, dim: int, several: bool = False):
+    def __init__(self, dim: int, several: bool = False, activated: bool = False):
         super().__init__(several)
+        self.activated = activated
         self.linear = nn.Linear(dim, 1)
 
     def forward(self, capsules: Capsules) -> Tensor:
         logits = self.linear(capsules.poses)[..., 0]
-        return logits if capsules.activations is None else logits * capsules.activations
+        if not self.activated:
+            return logits
+        assert capsules.activations is not None
+        return logits * capsules.activations

@@ -62,6 +62,7 @@ def build_inverted(
         routing: in place of inverted attention; it then iterates within each layer.
         several: an image may have several classes (sigmoid), not just one (softmax).
     """
+    activated = activations or routing == "em"
     if routing is None:
         routing = partial(
             InvertedAttentionRouting,
@@ -103,7 +104,7 @@ def build_inverted(
         backbone,
         primary,
         CapsuleStack(*layers, iterations=iterations if concurrent else 1),
-        LinearHead(dim, several),
+        LinearHead(dim, several, activated),
         Decoder(classes * dim, image=image) if decoder else None,
         image=image,
         classes=classes,

@@ -97,19 +97,12 @@ def dynamic_diverse_multimnist(
         stem,
         primary,
         CapsuleStack(conv, LinearCaps(in_caps, 64, classes, 64, routing, init=init)),
-        LinearHeadOfPoses(64, several=True),
+        LinearHead(64, several=True),
         Decoder(classes * 64, image=image) if decoder else None,
         image=image,
         classes=classes,
         objects=objects,
     )
-
-
-class LinearHeadOfPoses(LinearHead):
-    """Logits from poses alone, though dynamic routing has activations too."""
-
-    def forward(self, capsules: Capsules) -> Tensor:
-        return super().forward(Capsules(capsules.poses))
 
 
 def build_capnet(image: Image, classes: int, routing: partial, activations: bool) -> CapsNet:
