@@ -67,7 +67,7 @@ class TanhResidual(Residual):
         return capsules._replace(poses=capsules.poses.tanh())
 
 
-@register(paper="Choi et al. 2019", parameters="5.31M", operations="0.098G")
+@register(paper="Choi et al. 2019", parameters="5.31M with decoder", operations="0.098G")
 def ar_capsnet_mnist(
     *,
     image: Image = (1, 28, 28),
@@ -97,7 +97,7 @@ def ar_capsnet_affnist(
     return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
 
 
-@register(paper="Choi et al. 2019", parameters="9.6M")
+@register(paper="Choi et al. 2019", parameters="9.6M with decoder")
 def ar_capsnet_cifar10(
     *,
     image: Image = (3, 32, 32),

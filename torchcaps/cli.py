@@ -1,0 +1,330 @@
+"""The command line: `torchcaps list` and `torchcaps summary`. It only parses and prints; the library does the rest."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import partial, wraps
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from tyro.conf import Positional, arg
+
+import torchcaps
+from torchcaps.models import create_model, list_models
+from torchcaps.models.measure import layers, operations, parameters, training_memory
+from torchcaps.models.registry import find_preset
+
+DESCRIPTION = """Capsule networks in PyTorch. Every network of the papers is a preset with a name.
+
+  torchcaps list                      all presets: sizes beside the papers', operations, training memory
+  torchcaps list 'efficient*'         those whose names match
+  torchcaps summary capsnet_mnist     the layers of one, with shapes
+  torchcaps --version
+
+In Python the same names go to torchcaps.create_model(name)."""
+
+PAPERS = "(default: as in the paper)"
+WIDE = 200  # columns where there is no terminal to ask
+
+
+@dataclass
+class Row:
+    """What `torchcaps list` knows of a preset."""
+
+    preset: str
+    paper: str
+    image: tuple[int, int, int]
+    classes: int
+    parameters: int
+    decoder: int
+    printed: str
+    operations: int
+    operations_printed: str
+    memory: int
+    seconds: float | None = None
+
+
+def list_presets(
+    pattern: Annotated[Positional[str], arg(metavar="PATTERN")] = "*",
+    *,
+    batch: Annotated[int, arg(metavar="IMAGES")] = 128,
+    json: bool = False,
+    run: bool = False,
+) -> int:
+    """Print presets with paper, parameters beside the printed ones, operations and estimated training memory.
+
+    Args:
+        pattern: part of a name, or a shell pattern such as 'capsnet_*'.
+        batch: images in a batch, for the training memory.
+        json: print JSON instead of a table.
+        run: also build each preset with real weights and run two images through it.
+    """
+    names = list_models(pattern if any(c in pattern for c in "*?[") else f"*{pattern}*")
+    if not names:
+        find_preset(pattern)
+    rows = [_measure(name, batch, run) for name in _with_progress(names)]
+    if json:
+        _print_json(rows)
+    else:
+        _print_presets(rows, batch)
+    return 0
+
+
+def summarise(
+    name: Annotated[Positional[str], arg(metavar="NAME")],
+    *,
+    image: Annotated[tuple[str, ...], arg(metavar="C H W", help_behavior_hint=PAPERS)] = (),
+    classes: Annotated[str, arg(metavar="N", help_behavior_hint=PAPERS)] = "",
+    option: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, arg(metavar="KEY=VALUE ...")] = (),
+    batch: Annotated[int, arg(metavar="IMAGES")] = 128,
+) -> int:
+    """Print the layers of a preset with the shapes of their outputs.
+
+    Args:
+        name: a preset, as `torchcaps list` shows them.
+        image: channels, height and width of your images.
+        classes: how many classes to tell apart.
+        option: an option of the preset, such as iterations=1 or routing=self_attention.
+        batch: images in a batch, for the training memory.
+    """
+    preset = find_preset(name)
+    options = _read_options(name, [word for words in option for word in words])
+    if image:
+        options["image"] = tuple(_read_value(size) for size in image)
+    if classes:
+        options["classes"] = _read_value(classes)
+    model = _build_on_meta(name, options)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("kind", overflow="fold")
+    table.add_column("output of one image", overflow="fold")
+    table.add_column("parameters", justify="right", no_wrap=True)
+    for layer in layers(model):
+        shape = "in training alone" if layer.shape is None else _by(layer.shape)
+        table.add_row(layer.name, layer.kind, shape, f"{layer.parameters:,}" if layer.parameters else "")
+    chosen = {**preset.options, **options}
+    count = parameters(model)
+    console = _console()
+    console.print(f"{name} ({preset.paper}) for images {_by(chosen['image'])} and {chosen['classes']} classes")
+    console.print(table)
+    console.print(
+        f"{count.network:,} parameters"
+        + (f", {count.decoder:,} in the decoder" if count.decoder else "")
+        + (f", {count.feedback:,} in the feedback" if count.feedback else "")
+        + f"; {operations(model) / 1e9:.3f} G operations for an image"
+        + f"; about {training_memory(model, batch) / 1e9:.2f} GB to train with batches of {batch}"
+    )
+    console.print("options: " + ", ".join(f"{k}={v!r}" for k, v in chosen.items() if k not in ("image", "classes")))
+    return 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"list": list_presets, "summary": summarise}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code: 0, or 2 with a sentence on stderr for what cannot be done."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words in (["--version"], ["-V"]):
+            print(f"torchcaps {torchcaps.__version__}")
+            return 0
+        code = _parse(words or ["--help"])()
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        print(f"torchcaps: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # help was printed, or rich met a closed pipe
+        return stop.code if isinstance(stop.code, int) else 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(words: list[str]) -> Callable[[], int]:
+    """The command to run, with its arguments; what tyro says of bad ones becomes one sentence."""
+    if words[0] not in COMMANDS and not words[0].startswith("-"):
+        near = get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {' and '.join(COMMANDS)}"
+        raise ValueError(f"there is no command {words[0]!r}; {hint}")
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            return tyro.extras.subcommand_cli_from_dict(
+                {name: _bind(command) for name, command in COMMANDS.items()},
+                prog="torchcaps",
+                description=DESCRIPTION,
+                args=words,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+    sentence = _first_paragraph(complaint.getvalue())
+    command = f"torchcaps {words[0]} --help" if words[0] in COMMANDS else "torchcaps --help"
+    raise ValueError(f"{sentence[:1].lower()}{sentence[1:].rstrip('.')}; {command} tells more")
+
+
+def _first_paragraph(box: str) -> str:
+    """The words of a box that tyro draws, without its title, frame and colours, up to the next rule."""
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip("│| ") for line in box.splitlines()[1:]]
+    paragraphs = "\n".join(line if re.search(r"\w", line) else "" for line in lines).split("\n\n")
+    return " ".join(paragraphs[0].replace("(required)", "").split())
+
+
+def _bind(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    @wraps(command)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], int]:
+        return partial(command, *args, **kwargs)
+
+    return bind
+
+
+def _measure(name: str, batch: int, run: bool) -> Row:
+    preset = find_preset(name)
+    with torch.device("meta"):
+        model = preset.build()
+    count = parameters(model)
+    return Row(
+        preset=name,
+        paper=preset.paper,
+        image=preset.options["image"],
+        classes=preset.options["classes"],
+        parameters=count.network,
+        decoder=count.decoder,
+        printed=preset.parameters,
+        operations=operations(model),
+        operations_printed=preset.operations,
+        memory=training_memory(model, batch),
+        seconds=_time_forward(name) if run else None,
+    )
+
+
+def _time_forward(name: str) -> float:
+    torch.manual_seed(0)
+    model = create_model(name).eval()
+    images = torch.rand(2, *find_preset(name).options["image"])
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model(images)
+    seconds = time.perf_counter() - start
+    probabilities = output.probabilities
+    if not (probabilities.isfinite().all() and probabilities.min() >= 0 and probabilities.max() <= 1):
+        raise ValueError(f"{name} gives probabilities outside [0, 1]")
+    return seconds
+
+
+def _build_on_meta(name: str, options: dict[str, Any]) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return create_model(name, **options)
+    except TypeError as error:  # a value of a kind for which the preset has no use
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ValueError(f"{name} cannot be built with {given}: {error}") from None
+
+
+def _print_presets(rows: list[Row], batch: int) -> None:
+    columns = {
+        "preset": [row.preset for row in rows],
+        "paper": [row.paper for row in rows],
+        "image": ["x".join(map(str, row.image)) for row in rows],
+        "classes": [str(row.classes) for row in rows],
+        "parameters": [f"{row.parameters:,}" for row in rows],
+        "decoder": [f"{row.decoder:,}" if row.decoder else "" for row in rows],
+        "as printed": [row.printed for row in rows],
+        "G ops": [f"{row.operations / 1e9:.3f}" for row in rows],
+        "ops printed": [row.operations_printed for row in rows],
+        f"GB at {batch}": [f"{row.memory / 1e9:.2f}" for row in rows],
+    }
+    if all(row.seconds is not None for row in rows):
+        columns["forward"] = [f"ok, {row.seconds:.2f} s" for row in rows]
+    console = _console()
+    left_out = _drop_columns(columns, console.width)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for header in columns:
+        words = header in ("preset", "paper", "image", "as printed")
+        table.add_column(header, justify="left" if words else "right", no_wrap=header != "as printed")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        "\nParameters are without the decoder; operations, two for each multiply-add, are for one image without it; "
+        f"GB is an estimate of what training with Adam in float32 takes for batches of {batch}."
+    )
+    if left_out:
+        console.print(f"Left out, as this terminal is narrow: {', '.join(left_out)}.")
+
+
+def _drop_columns(columns: dict[str, list[str]], width: int) -> list[str]:
+    """Takes away what is least missed until the rest fits, and names it."""
+    dropped = []
+    for name in ("image", "classes", "ops printed", "decoder", "paper"):
+        widths = [max(map(len, (header, *cells))) for header, cells in columns.items()]
+        if sum(widths) + 2 * len(widths) <= width:
+            break
+        del columns[name]
+        dropped.append(name)
+    return dropped
+
+
+def _print_json(rows: list[Row]) -> None:
+    fields = [asdict(row) for row in rows]
+    print(json.dumps([{k: v for k, v in row.items() if k != "seconds" or v is not None} for row in fields], indent=2))
+
+
+def _with_progress(names: list[str]) -> Iterator[str]:
+    console = Console(stderr=True)
+    yield from track(names, "measuring", console=console, transient=True, disable=not console.is_terminal)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
+
+
+def _read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE, where the value is a Python literal or else a plain word."""
+    known = find_preset(name).options
+    options = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"an option is KEY=VALUE, got {word!r}")
+        value = _read_value(text)
+        default = known.get(key)
+        wanted = {bool: "true or false", int: "an integer", float: "a number"}.get(type(default))
+        fits = isinstance(value, int | float) if isinstance(default, float) else isinstance(value, type(default))
+        if wanted and not (fits and isinstance(value, bool) == isinstance(default, bool)):
+            raise ValueError(f"{key} of {name} takes {wanted}, got {text!r}")
+        options[key] = value
+    return options
+
+
+def _read_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
