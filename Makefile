@@ -1,0 +1,38 @@
+# make test and make run set everything up first, in .venv, with the torch of constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+
+# bfloat16 kills Python on some CPUs that advertise AMX unless this is set before torch's first operation
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.PHONY: setup run test lint format clean
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+run: setup
+	$(BIN)/torchcaps list --run
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

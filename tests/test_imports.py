@@ -1,0 +1,75 @@
+"""Dependence runs one way, by the import statements themselves."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "torchcaps"
+MAY_IMPORT = {  # what each part may see of the others; its own files always
+    "types": set(),
+    "functional": {"types"},
+    "ops": {"types", "functional"},
+    "losses": {"types", "functional", "ops"},
+    "routing": {"types", "functional", "ops"},
+    "layers": {"types", "functional", "ops"},
+    "layers.feedback": {"types", "functional", "ops", "losses"},
+    "models": {"types", "functional", "ops", "losses", "routing", "layers"},
+    "data": {"types"},
+    "cli": {"", "models", "types"},
+    "__main__": {"cli"},
+    "": {"types", "functional", "ops", "losses", "routing", "layers", "models"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path):
+    """Names of the modules a file imports, except for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    skipped = {id(inner) for block in typing for inner in ast.walk(block)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            if node.module == "torchcaps":
+                yield from (f"torchcaps.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def part_of(module):
+    return module.split(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_nothing_imports_to_the_right(path):
+    module = module_of(path)
+    assert part_of(module) in MAY_IMPORT, f"{module} is new: say above what it may import"
+    allowed = MAY_IMPORT.get(module, MAY_IMPORT[part_of(module)]) | {part_of(module)}
+    for name in imported(path):
+        if name.split(".")[0] == "torchcaps":
+            other = part_of(name.removeprefix("torchcaps").lstrip("."))
+            assert other in allowed, f"{module or 'torchcaps'} may not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_libraries_stay_in_their_place(path):
+    libraries = {name.split(".")[0] for name in imported(path)}
+    assert not libraries & {"torchvision", "timm", "einops"}
+    if module_of(path) != "cli":
+        assert not libraries & {"tyro", "rich", "argparse"}
+
+
+def test_a_wrong_import_is_seen(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text("def f():\n    from torchcaps.routing.em import EMRouting\n    from torchcaps import cli\n")
+    assert list(imported(path)) == ["torchcaps.routing.em", "torchcaps.cli"]

@@ -1,0 +1,74 @@
+"""What the README shows runs, and what it counts is so."""
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchcaps.cli import main
+from torchcaps.models import create_model, list_models
+from torchcaps.models.measure import parameters
+from torchcaps.models.registry import find_preset
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [re.split(r"\s{3,}|\s#", line)[0] for _, text in BLOCKS for line in text.splitlines()
+            if line.startswith("torchcaps ")]  # fmt: skip
+SHAPE = re.compile(r"^(\w+(?:, \w+)*) = .*# (\[.*?\](?:, \[.*?\])*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.split("\n", 1)[0])
+def test_python_runs_and_its_shapes_are_true(block):
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    for left, shapes in SHAPE.findall(block):
+        for name, shape in zip(left.split(", "), re.findall(r"\[.*?\]", shapes), strict=True):
+            if "j" not in shape:
+                assert list(names[name].shape) == [int(n) for n in shape.strip("[]").split(",")], name
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "torchcaps list"])
+def test_command_runs(command):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(shlex.split(command)[1:]) == 0, err.getvalue()
+    assert len(out.getvalue()) > 10
+    assert not err.getvalue()
+
+
+def test_there_is_something_to_run():
+    assert len(PYTHON) == 3
+    assert "torchcaps list" in COMMANDS
+    assert len(COMMANDS) > 6
+
+
+def test_table_has_every_preset_with_its_exact_count():
+    rows = {cells[1]: cells for cells in re.findall(r"\| ([^|]*) \| `(\w+)` \| ([\d,]*) \|([^|]*)\|([^|]*)\|", README)}
+    assert sorted(rows) == list_models()
+    for name, (paper, _, network, decoder, printed) in rows.items():
+        with torch.device("meta"):
+            count = parameters(create_model(name))
+        preset = find_preset(name)
+        assert network == f"{count.network:,}", name
+        assert decoder.strip() == (f"{count.decoder:,}" if count.decoder else ""), name
+        assert paper == preset.paper
+        assert preset.parameters in printed.strip(), name
+        assert bool(preset.parameters) == bool(printed.strip()), name
+
+
+def test_file_list_is_complete():
+    listed = set(re.findall(r"^(torchcaps/\S+\.py)  ", README, re.MULTILINE))
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "torchcaps").rglob("*.py") if path.name[:2] != "__"}
+    assert listed == there
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake (\w+)", README + (ROOT / ".ci/run").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
