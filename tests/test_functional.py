@@ -182,5 +182,11 @@ def test_side_of_no_square(dim, below, above):
     message = f"needs a square number of entries, got {dim}; the nearest that fit are {below} and {above}$"
     with pytest.raises(ValueError, match=message):
         side_of(dim)
-    with pytest.raises(ValueError, match=f"needs a square out_dim, got {dim};"):
-        side_of(dim, "out_dim")
+
+
+@pytest.mark.parametrize("dim", [0, -4])
+def test_side_of_nothing(dim):
+    with pytest.raises(
+        ValueError, match=f"needs a square number of entries, got {dim}; the nearest that fit are 1 and 4"
+    ):
+        side_of(dim)
