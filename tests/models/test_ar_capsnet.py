@@ -219,5 +219,5 @@ def test_bad_options():
 
 def test_what_the_paper_prints():
     assert find_preset("ar_capsnet_mnist").parameters == "5.31M with decoder"
-    assert find_preset("ar_capsnet_cifar10").parameters == "9.6M"
+    assert find_preset("ar_capsnet_cifar10").parameters == "9.6M with decoder"
     assert find_preset("ar_capsnet_mnist").operations == "0.098G"
