@@ -62,6 +62,8 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
 
 def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None:
     """Labels are int64, [b] or [b, k] padded with -1. Values are looked at only where that waits for no device."""
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
     if labels.dim() not in (1, 2) or len(labels) != batch:
@@ -72,6 +74,11 @@ def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None
     low, high = int(labels.min()), int(labels.max())
     if low < least or high >= classes:
         raise ValueError(f"labels must lie between {least} and {classes - 1}, got {low} to {high}")
+
+
+def check_count(what: str, value: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} must be a whole number from {least}, got {value!r}")
 
 
 def side_of(dim: int) -> int:

@@ -7,7 +7,8 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.helpers import assert_equal_with_gradients
-from torchcaps.layers.pooled import FullWindowCaps, PooledConvCaps, conv_same, same_padding
+from torchcaps.layers.pooled import FullWindowCaps, PooledConvCaps
+from torchcaps.layers.same import conv_same, same_padding
 from torchcaps.types import Capsules
 
 SIZES = [(1, (5, 7)), (1, (4, 6)), (2, (5, 7)), (2, (4, 6)), (2, (6, 5)), (2, (1, 2))]

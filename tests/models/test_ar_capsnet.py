@@ -207,9 +207,9 @@ def test_the_alias_is_the_papers_network_for_its_images_and_halves_larger_ones()
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="depth must be 0 or more ConvCaps layers, got -1"):
+    with pytest.raises(ValueError, match="depth must be a whole number from 0, got -1"):
         ar_capsnet_cifar10(depth=-1)
-    with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="dim must be a whole number from 1, got 0"):
         ar_capsnet_cifar10(dim=0)
     with pytest.raises(ValueError, match="attention must be all or own, got 'vector'"):
         ar_capsnet_cifar10(attention="vector")

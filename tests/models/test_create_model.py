@@ -108,15 +108,51 @@ def test_ablations_train(options):
         ("capsnet_mnist", {"image": (28, 28)}, r"image must be three positive integers .* got \(28, 28\)"),
         ("capsnet_mnist", {"image": (1, 28, -3)}, r"image must be three positive integers .* got \(1, 28, -3\)"),
         ("capsnet_mnist", {"classes": 0}, r"classes must be a positive integer, got 0"),
-        ("capsnet_mnist", {"iterations": 0}, r"iterations must be 1 or more, got 0"),
-        ("inverted_cifar10", {"iterations": 0}, r"iterations must be 1 or more, got 0"),
-        ("em_cifar10", {"iterations": -1}, r"iterations must be 1 or more, got -1"),
+        ("capsnet_mnist", {"iterations": 0}, r"iterations must be a whole number from 1, got 0"),
+        ("inverted_cifar10", {"iterations": 0}, r"iterations must be a whole number from 1, got 0"),
+        ("em_cifar10", {"iterations": -1}, r"iterations must be a whole number from 1, got -1"),
         ("capsnet_mnist", {"form": "fancy"}, r'form must be "paper" or "official", got \'fancy\''),
-        ("capsnet_mnist", {"routing": "rounting"}, r"routing must be 'dynamic', 'em', .*, got 'rounting'"),
+        (
+            "capsnet_mnist",
+            {"routing": "rounting"},
+            r"routing must be 'dynamic', 'em', 'self_attention' or .*, got 'rounting'",
+        ),
         ("inverted_cifar10", {"backbone": "vgg"}, r"backbone must be 'simple', 'resnet' or .*, got 'vgg'"),
         ("inverted_cifar10", {"windows": "odd"}, r'windows must be "true" or "scrambled", got \'odd\''),
         ("inverted_cifar10", {"start": "warm"}, r'start must be "zero", "random" or "learnt", got \'warm\''),
         ("inverted_diverse_multimnist", {"pose": "quaternion"}, r'pose must be "vector" or "matrix", got .*'),
+        ("capsnet_mnist", {"objects": 20}, r"objects must lie between 1 and the 10 classes, got 20"),
+        ("capsnet_multimnist", {"classes": 1}, r"objects must lie between 1 and the 1 classes, got 2"),
+        ("capsnet_mnist", {"objects": 0}, r"objects must lie between 1 and the 10 classes, got 0"),
+        ("capsnet_mnist", {"decoder": "conv"}, r"decoder must be True or False, got 'conv'"),
+        ("capsnet_mnist", {"iterations": 2.5}, r"iterations must be a whole number from 1, got 2.5"),
+        ("capsnet_mnist", {"routing": 3}, r"routing must be a word, or a part of your own, got 3"),
+        (
+            "capsnet_mnist",
+            {"routing": "self_attention", "iterations": 2},
+            r"the routing 'self_attention' takes no iterations, got iterations=2",
+        ),
+        ("capsnet_mnist", {"routing": "em", "leak": True}, r"the routing 'em' takes no leak, got leak=True"),
+        ("capsnet_mnist", {"routing": "inverted_attention"}, r"routing must be 'dynamic', .*"),
+        ("inverted_cifar10", {"routing": "dynamic", "start": "learnt"}, r"concurrent, norm, .* belong to inverted .*"),
+        ("inverted_cifar10", {"hidden": (0,)}, r"hidden must be a whole number from 1, got 0"),
+        ("inverted_diverse_multimnist", {"width": 0}, r"width must be a whole number from 1, got 0"),
+        ("efficient_capsnet_mnist", {"hidden": 5}, r"hidden must be a sequence, got 5"),
+        ("efficient_capsnet_mnist", {"hidden": (8, 16)}, r"hidden must be pairs of .* got \(8, 16\)"),
+        ("efficient_capsnet_mnist", {"hidden": ((0, 16),)}, r"hidden capsules must be a whole number from 1, got 0"),
+        ("efficient_capsnet", {"backbone": "vgg"}, r"backbone must be 'conv', 'resnet' or .*, got 'vgg'"),
+        ("em_smallnorb", {"types": (32, 32)}, r"types must be three numbers, .* got \(32, 32\)"),
+        ("em_smallnorb", {"types": 32}, r"types must be a sequence, got 32"),
+        ("em_smallnorb", {"types": (0, 8, 8)}, r"types must be a whole number from 1, got 0"),
+        ("em_smallnorb", {"channels": 0}, r"channels must be a whole number from 1, got 0"),
+        ("ar_capsnet_mnist", {"depth": 1.5}, r"depth must be a whole number, got 1.5"),
+        ("encapnet", {"aide_modules": 3}, r"aide_modules must be a sequence of modules from 1 to 4, got 3"),
+        ("encapnet", {"layers": 3}, r"layers must be 4 numbers from 0, one for each module, got 3"),
+        ("encapnet", {"cost": "foo"}, r"cost must be cosine or l2, got 'foo'"),
+        ("encapnet", {"version": "v5", "aide_modules": ()}, r"version must be one of v1, v2, v3, v4, got 'v5'"),
+        ("li_resnet18_cifar10", {"blocks": 2}, r"blocks must be a sequence, got 2"),
+        ("li_cnn6_cifar10", {"width": 2.5}, r"width must be a whole number, got 2.5"),
+        (None, {}, r"a preset is asked for by name, got None"),
         (
             "capsnet_mnist",
             {"image": (1, 12, 40)},
@@ -150,6 +186,51 @@ def test_the_largest_image_named_fits_and_the_next_does_not():
         create_model("capsnet_svhn", image=(3, side + 1, side + 1), decoder=False, budget=5_000_000)
 
 
+def test_options_reach_a_routing_given_as_a_class():
+    from torchcaps.routing import DynamicRouting
+
+    model = create_model("capsnet_svhn", routing=DynamicRouting, iterations=5, priors=True, form="official")
+    routing = model.body.layers[0].routing
+    assert routing.iterations == 5
+    assert routing.logits is not None
+    assert routing.bias is not None
+    model = create_model("inverted_cifar10", routing=DynamicRouting, iterations=4)
+    assert {layer.routing.iterations for layer in model.body.layers} == {4}
+
+
+@pytest.mark.parametrize("routing", ["dynamic", "self_attention", "em"])
+def test_probabilities_stay_probabilities(routing):
+    model = create_model("capsnet_svhn", routing=routing)
+    for parameter in model.parameters():
+        parameter.data *= 100
+    probabilities = model(torch.rand(2, 3, 32, 32)).probabilities
+    assert (probabilities >= 0).all()
+    assert (probabilities <= 1).all()
+
+
+def test_layers_refuse_other_children():
+    from torchcaps.layers import ConvCaps, LinearCaps, SharedCaps
+    from torchcaps.routing import DynamicRouting
+
+    linear = LinearCaps(6, 4, 5, 4, DynamicRouting)
+    for poses in (torch.rand(2, 12, 4), torch.rand(2, 6, 8)):
+        with pytest.raises(ValueError, match=r"built for 6 children of 4, got (12 of 4|6 of 8)"):
+            linear(poses)
+    with pytest.raises(ValueError, match=r"built for 3 children of 4, got 3 of 8"):
+        ConvCaps(3, 4, 5, 4, 3, 1, DynamicRouting)(torch.rand(2, 3, 8, 5, 5))
+    with pytest.raises(ValueError, match="a window of 3 does not fit 2 pixels"):
+        ConvCaps(3, 4, 5, 4, 3, 1, DynamicRouting)(torch.rand(2, 3, 4, 2, 5))
+    with pytest.raises(ValueError, match="matrix pose"):
+        SharedCaps(2, 8, 4, 3, 4, DynamicRouting, coordinates=True)
+    with pytest.raises(ValueError, match="spatial poses"):
+        SharedCaps(2, 8, 4, 3, 4, DynamicRouting, coordinates=True, pose="matrix")(torch.rand(2, 8, 4))
+
+
+def test_a_backbone_of_unfit_channels():
+    with pytest.raises(ValueError, match="needs a multiple of 8 channels, got 6"):
+        create_model("efficient_capsnet", backbone=nn.Conv2d(3, 6, 3))
+
+
 def test_a_backbone_for_other_colours():
     with pytest.raises(ValueError, match="the backbone cannot take image 3 x 32 x 32"):
         create_model("inverted_cifar10", backbone=nn.Conv2d(1, 8, 3))
@@ -162,6 +243,13 @@ def test_a_backbone_for_other_colours():
         (torch.zeros(2, 3, 28, 28), None, r"images must be \[b, 1, 28, 28\], got \[2, 3, 28, 28\]"),
         (torch.zeros(2, 1, 32, 32), None, r"images must be \[b, 1, 28, 28\], got \[2, 1, 32, 32\]"),
         (torch.zeros(1, 28, 28), None, r"images must be \[b, 1, 28, 28\], got \[1, 28, 28\]"),
+        ([[0.0]], None, "images must be a tensor, got list"),
+        (
+            torch.zeros(2, 1, 28, 28).double(),
+            None,
+            "images must be torch.float32 like the network's weights, got torch.f",
+        ),
+        (torch.zeros(2, 1, 28, 28), [0, 1], "labels must be a tensor, got list"),
         (torch.zeros(2, 1, 28, 28), torch.tensor([0, 10]), "labels must lie between 0 and 9, got 0 to 10"),
         (torch.zeros(2, 1, 28, 28), torch.tensor([-1, 3]), "labels must lie between 0 and 9, got -1 to 3"),
         (torch.zeros(2, 1, 28, 28), torch.tensor([[1, -1], [3, -2]]), "labels must lie between -1 and 9, got -2 to 3"),

@@ -306,7 +306,7 @@ def test_biases_start_at_zero_or_as_released():
 BAD = [
     ({"depth": 20}, "depth must be one of 6, 10, 14, 18, 101, got 20"),
     ({"layers": (1, 2)}, "layers must be 4 numbers from 0"),
-    ({"aide_modules": (0, 5)}, "aide_modules must be among 1 to 4"),
+    ({"aide_modules": (0, 5)}, "aide_modules must be a sequence of modules from 1 to 4"),
     ({"skips": "all"}, "skips must be none, type1, type2 or both, got 'all'"),
     ({"version": "v5"}, "version must be one of"),
     ({"aide": "half"}, "aide must be full or complement"),

@@ -23,6 +23,20 @@ def simple_backbone(in_channels: int, width: int = 256) -> nn.Sequential:
     return conv_stem(in_channels, width, kernel_size=3, stride=2, padding=1)
 
 
+def keras_batch_norm(channels: int) -> nn.Module:
+    """With Keras's defaults."""
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
+
+
+def keras_instance_norm(channels: int, near_zero: bool = False) -> nn.Module:
+    """Args: near_zero: scales and shifts start from U(-0.05, 0.05), as in Mazzia's released code."""
+    norm = nn.InstanceNorm2d(channels, eps=1e-3, affine=True)
+    if near_zero:
+        nn.init.uniform_(norm.weight, -0.05, 0.05)
+        nn.init.uniform_(norm.bias, -0.05, 0.05)
+    return norm
+
+
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions with batch norm and a way around them, a 1 x 1 convolution where sizes differ.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from torchcaps.layers.linear import Init, normal_init, vote_weight
+from torchcaps.layers.linear import Init, check_children, normal_init, vote_weight
 from torchcaps.layers.sizes import out_size
 from torchcaps.ops import Votes, Window
 from torchcaps.types import Capsules, Routing
@@ -44,6 +44,7 @@ class ConvCaps(nn.Module):
         super().__init__()
         if windows not in ("true", "scrambled"):
             raise ValueError(f'windows must be "true" or "scrambled", got {windows!r}')
+        self.in_types, self.in_dim = in_types, in_dim
         self.window = Window(kernel_size, stride, windows == "scrambled")
         children = in_types * kernel_size**2
         self.weight = vote_weight(children, in_dim, out_types, out_dim, pose, init)
@@ -54,6 +55,8 @@ class ConvCaps(nn.Module):
         return out_size(height, window.kernel_size, window.stride), out_size(width, window.kernel_size, window.stride)
 
     def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
+        check_children(poses, self.in_types, self.in_dim)
+        self.out_space(*poses.shape[3:])
         if activations is not None:
             activations = self.window.unfold(activations[:, :, None])[..., 0]
         if parents is not None:

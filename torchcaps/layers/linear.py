@@ -39,6 +39,14 @@ def flat_activations(activations: Tensor | None) -> Tensor | None:
     return None if activations is None else activations.flatten(1)
 
 
+def check_children(poses: Tensor, caps: int, dim: int) -> None:
+    if poses.shape[1:3] != (caps, dim):
+        given = (
+            f"{poses.shape[1]} of {poses.shape[2]}" if poses.dim() >= 3 else f"a tensor of shape {list(poses.shape)}"
+        )
+        raise ValueError(f"the layer is built for {caps} children of {dim}, got {given}")
+
+
 class LinearCaps(nn.Module):
     """Every child votes for every parent with W_ij u_i; the votes are routed.
 
@@ -66,18 +74,21 @@ class LinearCaps(nn.Module):
         init: Init = normal_init,
     ):
         super().__init__()
+        self.in_caps, self.in_dim = in_caps, in_dim
         self.weight = vote_weight(in_caps, in_dim, out_caps, out_dim, pose, init)
         self.routing = routing(in_caps, out_caps, out_dim)
 
     def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
-        return self.routing(Votes(flatten_capsules(poses), self.weight), flat_activations(activations), parents)
+        poses = flatten_capsules(poses)
+        check_children(poses, self.in_caps, self.in_dim)
+        return self.routing(Votes(poses, self.weight), flat_activations(activations), parents)
 
 
 class SharedCaps(nn.Module):
     """As `LinearCaps`, but children of one type vote with one weight wherever they are.
 
     Args:
-        in_types: types of children; their number at each call is a multiple of it, ordered by type.
+        in_types: types of children, of which in_caps are given at each call, ordered by type.
         coordinates: adds to each vote where its child stands: row and column, in [0, 1], to the first two entries of
             the pose matrix's right-hand column (Hinton's coordinate addition). Needs spatial input.
         bias: a learnt vote for each type and parent (Li's convolutional form).
@@ -100,19 +111,27 @@ class SharedCaps(nn.Module):
         init: Init = normal_init,
     ):
         super().__init__()
-        self.coordinates = coordinates
+        if coordinates and pose != "matrix":
+            raise ValueError(f"coordinates go into the right-hand column of a matrix pose, got pose={pose!r}")
+        if in_caps % in_types:
+            raise ValueError(f"{in_caps} children cannot be shared out evenly among {in_types} types")
+        self.in_caps, self.in_dim, self.coordinates = in_caps, in_dim, coordinates
         self.weight = vote_weight(in_types, in_dim, out_caps, out_dim, pose, init)
         self.bias = nn.Parameter(torch.zeros(in_types, 1, out_caps, out_dim)) if bias else None  # [g, s, j, d]
         self.routing = routing(in_caps, out_caps, out_dim)
 
     def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
         offset = self._offset(poses)
-        votes = Votes(flatten_capsules(poses), self.weight, offset=offset)
+        poses = flatten_capsules(poses)
+        check_children(poses, self.in_caps, self.in_dim)
+        votes = Votes(poses, self.weight, offset=offset)
         return self.routing(votes, flat_activations(activations), parents)
 
     def _offset(self, poses: Tensor) -> Tensor | None:
         if not self.coordinates:
             return self.bias
+        if poses.dim() != 5:
+            raise ValueError(f"coordinates need spatial poses [b, c, d, h, w], got {list(poses.shape)}")
         h, w = poses.shape[3:]
         side = self.weight.shape[1]
         where = torch.zeros(1, h * w, 1, poses.shape[2], dtype=self.weight.dtype, device=poses.device)

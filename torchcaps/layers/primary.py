@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchcaps.layers.same import conv_same
 from torchcaps.layers.sizes import out_size
 from torchcaps.types import Capsules
 
@@ -16,6 +17,7 @@ class PrimaryCaps(nn.Module):
     """A convolution whose channels are seen as capsules: types x dim of them.
 
     Args:
+        padding: pixels, or "same" for TensorFlow's rule.
         nonlinearity: over each pose, e.g. `squash`, or a LayerNorm.
         bias: of the convolution.
         scale: multiplies the convolution before its bias; 1/types in Sabour's released code, which routes once here.
@@ -32,7 +34,7 @@ class PrimaryCaps(nn.Module):
         dim: int,
         kernel_size: int | tuple[int, int],
         stride: int = 1,
-        padding: int = 0,
+        padding: int | str = 0,
         *,
         nonlinearity: Callable[..., Tensor] | None = None,
         bias: bool = True,
@@ -45,23 +47,25 @@ class PrimaryCaps(nn.Module):
             raise ValueError(f"depthwise needs {types} x {dim} = {types * dim} features, got {in_channels}")
         self.types, self.dim, self.scale = types, dim, scale
         self.nonlinearity = nonlinearity
+        self.same = padding == "same"
+        pixels = 0 if isinstance(padding, str) else padding
         groups = in_channels if depthwise else 1
-        self.conv = nn.Conv2d(in_channels, types * dim, kernel_size, stride, padding, groups=groups, bias=bias)
-        self.activation = (
-            nn.Conv2d(in_channels, types, kernel_size, stride, padding, bias=bias) if activations else None
-        )
+        self.conv = nn.Conv2d(in_channels, types * dim, kernel_size, stride, pixels, groups=groups, bias=bias)
+        self.activation = nn.Conv2d(in_channels, types, kernel_size, stride, pixels, bias=bias) if activations else None
 
     def out_space(self, height: int, width: int) -> tuple[int, int]:
         (tall, wide), stride, padding = self.conv.kernel_size, self.conv.stride[0], int(self.conv.padding[0])
+        if self.same:
+            return -(-height // stride), -(-width // stride)
         return out_size(height, tall, stride, padding), out_size(width, wide, stride, padding)
 
     def forward(self, features: Tensor) -> Capsules:
         conv = self.conv
-        maps = (
-            F.conv2d(features, conv.weight * self.scale, conv.bias, conv.stride, conv.padding, groups=conv.groups)
-            if self.scale != 1.0
-            else conv(features)
-        )
+        weight = conv.weight if self.scale == 1.0 else conv.weight * self.scale
+        if self.same:
+            maps = conv_same(features, weight, conv.bias, conv.stride[0], conv.groups)
+        else:
+            maps = F.conv2d(features, weight, conv.bias, conv.stride, conv.padding, groups=conv.groups)
         poses = maps.unflatten(1, (self.types, self.dim))
         if self.nonlinearity is not None:
             poses = self.nonlinearity(poses.movedim(2, -1)).movedim(-1, 2)

@@ -40,8 +40,9 @@ def feature_shape(module: nn.Module, image: Image) -> Image:
     finally:
         for part, mode in training.items():
             part.training = mode
-    if features.dim() != 4:
-        raise ValueError(f"a backbone must give features [b, c, h, w], got {list(features.shape)} for one image")
+    given = list(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
+    if not isinstance(features, Tensor) or features.dim() != 4:
+        raise ValueError(f"a backbone must give features [b, c, h, w], got {given} for one image")
     _, channels, height, width = features.shape
     if height * width == 0:
         raise ImageTooSmall(f"image {_by(image)} is too small")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from torchcaps.functional import check_count
 from torchcaps.types import Capsules
 
 
@@ -21,8 +22,7 @@ class CapsuleStack(nn.Module):
 
     def __init__(self, *layers: nn.Module, iterations: int = 1):
         super().__init__()
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"iterations must be 1 or more, got {iterations!r}")
+        check_count("iterations", iterations)
         self.layers = nn.ModuleList(layers)
         self.iterations = iterations
 

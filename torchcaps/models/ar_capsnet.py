@@ -12,19 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from torchcaps.functional import check_count
+from torchcaps.layers.backbone import keras_batch_norm
 from torchcaps.layers.decoder import Decoder
 from torchcaps.layers.init import keras_conv_, keras_linear_
-from torchcaps.layers.pooled import FullWindowCaps, PooledConvCaps, conv_same
+from torchcaps.layers.pooled import FullWindowCaps, PooledConvCaps
+from torchcaps.layers.same import conv_same
 from torchcaps.layers.sizes import feature_shape
 from torchcaps.layers.stack import CapsuleStack, Residual
 from torchcaps.models.heads import LengthHead
 from torchcaps.models.network import CapsNet
-from torchcaps.models.registry import register
+from torchcaps.models.parts import find_backbone
+from torchcaps.models.registry import register, variant
 from torchcaps.routing.attention import AttentionRouting, CapsuleActivation
 from torchcaps.types import Capsules, Image
 
+CHOI = "Choi et al. 2019"
 CAPS, PRIMARY_DIM = 8, 16
-LARGEST_MAP = 10  # the largest that the paper has after a ConvCaps layer, for affNIST
 
 
 def ar_stem(in_channels: int, width: int = 64) -> nn.Sequential:
@@ -35,7 +39,7 @@ def ar_stem(in_channels: int, width: int = 64) -> nn.Sequential:
     layers: list[nn.Module] = []
     for ins in (in_channels, width):
         conv = keras_conv_(nn.Conv2d(ins, width, 3, padding=1))
-        layers += [conv, nn.BatchNorm2d(width, eps=1e-3, momentum=0.01), nn.ReLU()]
+        layers += [conv, keras_batch_norm(width), nn.ReLU()]
     return nn.Sequential(*layers)
 
 
@@ -67,98 +71,41 @@ class TanhResidual(Residual):
         return capsules._replace(poses=capsules.poses.tanh())
 
 
-@register(paper="Choi et al. 2019", parameters="5.31M with decoder", operations="0.098G")
-def ar_capsnet_mnist(
-    *,
-    image: Image = (1, 28, 28),
-    classes: int = 10,
-    depth: int = 1,
-    dim: int = 32,
-    attention: str = "all",
-    dropout: float = 0.5,
-    decoder: bool = True,
-) -> CapsNet:
-    """One ConvCaps layer. `attention="own"` has each logit see its own child's vote alone, as in the paper's text."""
-    return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
-
-
-@register(paper="Choi et al. 2019")
-def ar_capsnet_affnist(
-    *,
-    image: Image = (1, 40, 40),
-    classes: int = 10,
-    depth: int = 1,
-    dim: int = 16,
-    attention: str = "all",
-    dropout: float = 0.5,
-    decoder: bool = True,
-) -> CapsNet:
-    """The network for MNIST with capsules of half the size."""
-    return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
-
-
-@register(paper="Choi et al. 2019", parameters="9.6M with decoder")
-def ar_capsnet_cifar10(
-    *,
-    image: Image = (3, 32, 32),
-    classes: int = 10,
-    depth: int = 4,
-    dim: int = 32,
-    attention: str = "all",
-    dropout: float = 0.5,
-    decoder: bool = True,
-) -> CapsNet:
-    """Table 2: `depth` ConvCaps layers, 0 to 4 in the paper, of capsules with `dim` numbers, 16 or 32."""
-    return _build(image, classes, depth, dim, 1, attention, dropout, decoder)
-
-
-@register(paper="Choi et al. 2019")
+@register(CHOI)
 def ar_capsnet(
     *,
-    image: Image = (3, 32, 32),
+    image: Image = (3, 64, 64),
     classes: int = 10,
     depth: int = 4,
     dim: int = 32,
     attention: str = "all",
     dropout: float = 0.5,
-    backbone: nn.Module | None = None,
+    largest: int | None = 10,
+    backbone: str | nn.Module = "conv",
     decoder: bool = True,
+    objects: int = 1,
 ) -> CapsNet:
-    """For any image. As many of the ConvCaps layers halve the sides as bring the map to 10 x 10 or less.
+    """For your own images. As many of the ConvCaps layers halve the sides as bring the map down to `largest`.
 
     The paper halves once, which for its own images is the same; for 224 x 224 pixels all four layers do, and the class
     capsules have 4M weights instead of 257M. The decoder still has 512 for each pixel: `decoder=False` goes without.
+
+    Args:
+        depth: ConvCaps layers; those that do not halve are residual.
+        dim: size of their capsules.
+        attention: "all", each logit sees all children's votes; "own", its own child's alone, as in the paper's text.
+        largest: side of the map up to which layers halve it; None leaves that to the first alone.
+        backbone: "conv", the paper's two convolutions; "resnet"; or a module.
     """
-    stem = backbone or ar_stem(image[0])
-    side, halved = -(-max(feature_shape(stem, image)[1:]) // 2), 0
-    while side > LARGEST_MAP:
-        side, halved = -(-side // 2), halved + 1
-    return _build(image, classes, depth, dim, max(halved, 1), attention, dropout, decoder, stem)
-
-
-def _build(
-    image: Image,
-    classes: int,
-    depth: int,
-    dim: int,
-    halved: int,
-    attention: str,
-    dropout: float,
-    decoder: bool,
-    stem: nn.Module | None = None,
-) -> CapsNet:
-    """The first `halved` ConvCaps layers, at least one, have stride 2; those after them are residual."""
-    if depth < 0:
-        raise ValueError(f"depth must be 0 or more ConvCaps layers, got {depth}")
-    if dim < 1:
-        raise ValueError(f"dim must be at least 1, got {dim}")
-    routing = partial(AttentionRouting, attention=attention)
-    layers: list[nn.Module] = []
-    stem = stem or ar_stem(image[0])
+    check_count("depth", depth, least=0)
+    check_count("dim", dim)
+    stem = find_backbone(backbone, image, conv=ar_stem)
     channels, height, width = feature_shape(stem, image)
     height, width, in_dim = -(-height // 2), -(-width // 2), PRIMARY_DIM
+    routing = partial(AttentionRouting, attention=attention)
+    layers: list[nn.Module] = []
     for n in range(depth):
-        if n < halved:
+        if n == 0 or (largest is not None and max(height, width) > largest):
             layers.append(PooledConvCaps(CAPS, in_dim, CAPS, dim, routing, stride=2, dropout=dropout))
             height, width, in_dim = -(-height // 2), -(-width // 2), dim
         else:
@@ -173,8 +120,27 @@ def _build(
         decoder=Decoder(classes * dim, hidden=(512, 512), image=image, init=_start) if decoder else None,
         image=image,
         classes=classes,
+        objects=objects,
     )
 
 
 def _start(linear: nn.Linear, last: bool) -> None:
     keras_linear_(linear)
+
+
+@register(CHOI, parameters="5.31M with decoder", operations="0.098G")
+@variant(ar_capsnet, image=(1, 28, 28), depth=1, largest=None)
+def ar_capsnet_mnist() -> None:
+    """One ConvCaps layer."""
+
+
+@register(CHOI)
+@variant(ar_capsnet, image=(1, 40, 40), depth=1, dim=16, largest=None)
+def ar_capsnet_affnist() -> None:
+    """The network for MNIST with capsules of half the size."""
+
+
+@register(CHOI, parameters="9.6M with decoder")
+@variant(ar_capsnet, image=(3, 32, 32), largest=None)
+def ar_capsnet_cifar10() -> None:
+    """Table 2: `depth` ConvCaps layers, 0 to 4 in the paper, of capsules with `dim` numbers, 16 or 32."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,7 +12,7 @@ from torchcaps.layers.encap import CapConv, CapFC
 from torchcaps.layers.feedback import Feedback, Path
 from torchcaps.models.heads import LengthHead
 from torchcaps.models.network import Network
-from torchcaps.models.registry import register
+from torchcaps.models.registry import register, variant
 from torchcaps.routing.master_aide import MasterAide
 from torchcaps.types import Capsules, Image
 
@@ -164,15 +162,16 @@ def encapnet(
                 f"depth must be one of {', '.join(map(str, LAYERS))}, got {depth}; layers= takes any other"
             )
         layers = LAYERS[depth]
-    if len(layers) != len(STRIDES) or min(layers) < 0:
+    if not isinstance(layers, tuple | list) or len(layers) != len(STRIDES) or min(layers) < 0:
         raise ValueError(f"layers must be {len(STRIDES)} numbers from 0, one for each module, got {layers!r}")
     if aide_modules is None:
         aide_modules = (3, 4) if sum(layers) > 90 else (1, 2, 3, 4)
-    if not set(aide_modules) <= {1, 2, 3, 4}:
-        raise ValueError(f"aide_modules must be among 1 to 4, got {tuple(aide_modules)}")
+    if not isinstance(aide_modules, tuple | list) or not set(aide_modules) <= {1, 2, 3, 4}:
+        raise ValueError(f"aide_modules must be a sequence of modules from 1 to 4, got {aide_modules!r}")
     if skips not in ("none", "type1", "type2", "both"):
         raise ValueError(f"skips must be none, type1, type2 or both, got {skips!r}")
     routing = partial(MasterAide, version=version, gate=gate)
+    routing(CAPS, 1, 1)  # says what is wrong with it even where no module has an aide
     modules = [
         EncapModule(
             DIMS[n],
@@ -187,62 +186,46 @@ def encapnet(
         )
         for n in range(len(STRIDES))
     ]
-    units = None
-    if feedback is not None:
-        units = Feedback(
-            [CAPS * dim for dim in DIMS],
-            STRIDES,
-            wiring,
-            feedback_weight,
-            caps=CAPS,
-            divergence=feedback,
-            bias_fix=bias_fix,
-            through_plan=through_plan,
-            extractor=extractor,
-            generator=generator,
-            cost=cost,
-        )
+    units = Feedback(
+        [CAPS * dim for dim in DIMS],
+        STRIDES,
+        wiring,
+        feedback_weight,
+        caps=CAPS,
+        divergence="ot" if feedback is None else feedback,
+        bias_fix=bias_fix,
+        through_plan=through_plan,
+        extractor=extractor,
+        generator=generator,
+        cost=cost,
+    )
     picture = Decoder(classes * DIMS[-1], image=image) if decoder else None
-    network = EncapNet(modules, units, picture, image=image, classes=classes)
+    network = EncapNet(modules, None if feedback is None else units, picture, image=image, classes=classes)
     start_weights(network, bias_init)
     return network
 
 
-def variant(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., EncapNet]]:
-    """A preset with all options of `encapnet` and these defaults; the function it decorates is its docstring."""
-    build = partial(encapnet, **defaults)
-
-    def decorate(preset: Callable[..., Any]) -> Callable[..., EncapNet]:
-        @wraps(preset)
-        def call(**options: Any) -> EncapNet:
-            return build(**options)
-
-        call.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
 @register(paper="Li et al. 2018")
-@variant()
+@variant(encapnet)
 def encapnet18_cifar10() -> None:
     """Table 3 (7) and, with feedback="ot", (8): v3 in all modules, both skips."""
 
 
 @register(paper="Li et al. 2018")
-@variant(classes=100)
+@variant(encapnet, classes=100)
 def encapnet18_cifar100() -> None:
     """Table 4."""
 
 
 @register(paper="Li et al. 2018")
-@variant()
+@variant(encapnet)
 def encapnet18_svhn() -> None:
     """Table 4."""
 
 
 @register(paper="Li et al. 2018")
 @variant(
+    encapnet,
     depth=14,
     aide_modules=(),
     wiring=("none", "none", "within", "within2"),
@@ -259,7 +242,7 @@ def encapnet14_cifar10() -> None:
 
 
 @register(paper="Li et al. 2018", parameters="60.68 Mb")
-@variant(depth=6)
+@variant(encapnet, depth=6)
 def encapnet6_cifar10() -> None:
     """Table 1 (f), master and aide; aide_modules=() is (e), master alone.
 

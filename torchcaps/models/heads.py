@@ -31,7 +31,7 @@ class LengthHead(nn.Module):
         return length(capsules.poses) / self.longest
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        return scores
+        return scores.clamp(max=1)  # rounding may lead a length just beyond 1
 
 
 class ActivationHead(nn.Module):

@@ -65,27 +65,25 @@ def li_resnet18_cifar10(
         blocks: residual blocks of each module, n in Table 2.
         feedback: None, "ot" or "kl"; `wiring` and the switches after it are those of `Feedback` and `FeedbackUnit`.
     """
-    if len(blocks) != len(STRIDES) or min(blocks) < 1:
+    if not isinstance(blocks, tuple | list) or len(blocks) != len(STRIDES) or min(blocks) < 1:
         raise ValueError(f"blocks must be {len(STRIDES)} numbers from 1, one for each module, got {blocks!r}")
     stages = [
         resnet_stage(ins, outs, n, stride)
         for (ins, outs), n, stride in zip(pairwise(CHANNELS), blocks, STRIDES, strict=True)
     ]
-    units = None
-    if feedback is not None:
-        units = Feedback(
-            CHANNELS,
-            STRIDES,
-            wiring,
-            feedback_weight,
-            divergence=feedback,
-            bias_fix=bias_fix,
-            through_plan=through_plan,
-            extractor=extractor,
-            generator=generator,
-            cost=cost,
-        )
-    network = LiResNet(stages, units, image=image, classes=classes)
+    units = Feedback(
+        CHANNELS,
+        STRIDES,
+        wiring,
+        feedback_weight,
+        divergence="ot" if feedback is None else feedback,
+        bias_fix=bias_fix,
+        through_plan=through_plan,
+        extractor=extractor,
+        generator=generator,
+        cost=cost,
+    )
+    network = LiResNet(stages, None if feedback is None else units, image=image, classes=classes)
     start_weights(network)
     return network
 

@@ -15,6 +15,7 @@ from math import prod
 from torch import Tensor, nn
 
 from torchcaps.functional import squash_exp
+from torchcaps.layers.backbone import keras_batch_norm, keras_instance_norm
 from torchcaps.layers.decoder import ConvDecoder, Decoder
 from torchcaps.layers.init import keras_conv_, keras_linear_, mazzia_decoder
 from torchcaps.layers.sizes import feature_shape
@@ -66,6 +67,7 @@ class VectorCNN(Network):
         super().__init__(image, classes, LengthHead(), decoder)
         self.features = features
         self.vectors = keras_linear_(nn.Linear(hidden, classes * dim))
+        nn.init.normal_(self.vectors.weight, std=0.2 / (dim * hidden) ** 0.5)  # vectors start short, not at length 1
 
     def encode(self, images: Tensor) -> tuple[Capsules | None, Tensor, Tensor | None]:
         poses = squash_exp(self.vectors(self.features(images)).unflatten(1, (self.classes, -1)))
@@ -76,14 +78,14 @@ class VectorCNN(Network):
 @register(paper="Mazzia et al. 2021", parameters="173K")
 def mazzia_cnn_mnist(*, image: Image = (1, 28, 28), classes: int = 10, decoder: bool = True) -> PlainCNN:
     """The "Our Baseline" rows of table 2; widths assumed (see the module)."""
-    features = _features(image, strides=(1, 2, 2), hidden=162, norm=_batch_norm)
+    features = _features(image, strides=(1, 2, 2), hidden=162, norm=keras_batch_norm)
     return PlainCNN(features, 162, _mnist_decoder(162, image) if decoder else None, image=image, classes=classes)
 
 
 @register(paper="Mazzia et al. 2021", parameters="183K")
 def mazzia_vector_cnn_mnist(*, image: Image = (1, 28, 28), classes: int = 10, decoder: bool = True) -> VectorCNN:
     """The "Base-CapsNet" rows of table 2; widths assumed (see the module)."""
-    features = _features(image, strides=(1, 2, 2), hidden=142, norm=_batch_norm)
+    features = _features(image, strides=(1, 2, 2), hidden=142, norm=keras_batch_norm)
     pictures = _mnist_decoder(classes * DIM, image) if decoder else None
     return VectorCNN(features, 142, pictures, image=image, classes=classes)
 
@@ -97,7 +99,7 @@ def mazzia_cnn_smallnorb(
     Args:
         decoder_output: "sigmoid" as released, or "linear", which standardised images need.
     """
-    features = _features(image, strides=(2, 2, 2), hidden=205, norm=_instance_norm)
+    features = _features(image, strides=(2, 2, 2), hidden=205, norm=keras_instance_norm)
     pictures = ConvDecoder(205, image=image, output=decoder_output) if decoder else None
     return PlainCNN(features, 205, pictures, image=image, classes=classes)
 
@@ -111,7 +113,7 @@ def mazzia_vector_cnn_smallnorb(
     Args:
         decoder_output: "sigmoid" as released, or "linear", which standardised images need.
     """
-    features = _features(image, strides=(2, 2, 2), hidden=134, norm=_instance_norm)
+    features = _features(image, strides=(2, 2, 2), hidden=134, norm=keras_instance_norm)
     pictures = ConvDecoder(classes * DIM, image=image, output=decoder_output) if decoder else None
     return VectorCNN(features, 134, pictures, image=image, classes=classes)
 
@@ -125,15 +127,6 @@ def _features(
     maps = nn.Sequential(*layers)
     dense = keras_linear_(nn.Linear(prod(feature_shape(maps, image)), hidden))
     return nn.Sequential(*maps, nn.Flatten(), dense, nn.ReLU())
-
-
-def _batch_norm(channels: int) -> nn.Module:
-    """With Keras's defaults."""
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
-
-
-def _instance_norm(channels: int) -> nn.Module:
-    return nn.InstanceNorm2d(channels, eps=1e-3, affine=True)
 
 
 def _mnist_decoder(dim: int, image: Image) -> Decoder:

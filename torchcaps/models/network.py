@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from torchcaps.functional import check_labels, mask_capsules
@@ -23,6 +24,8 @@ class Network(nn.Module):
 
     def __init__(self, image: Image, classes: int, head: Head, decoder: nn.Module | None = None, objects: int = 1):
         super().__init__()
+        if not 1 <= objects <= classes:
+            raise ValueError(f"objects must lie between 1 and the {classes} classes, got {objects}")
         self.image: Image = (image[0], image[1], image[2])
         self.classes = classes
         self.objects = objects
@@ -34,7 +37,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Output:
-        check_images(images, self.image)
+        check_images(images, self.image, next(self.parameters()).dtype)
         if labels is not None:
             check_labels(labels, len(images), self.classes)
         capsules, scores, penalty = self.encode(images)
@@ -84,7 +87,9 @@ class CapsNet(Network):
         return capsules, self.head(capsules), None
 
 
-def check_images(images: Tensor, image: Image) -> None:
+def check_images(images: Tensor, image: Image, dtype: torch.dtype) -> None:
+    if not isinstance(images, Tensor):
+        raise ValueError(f"images must be a tensor, got {type(images).__name__}")
     if not images.is_floating_point():
         raise ValueError(f"images must be floating point, got {images.dtype}; divide bytes by 255 first")
     if images.dim() != 4 or tuple(images.shape[1:]) != image:
@@ -92,3 +97,6 @@ def check_images(images: Tensor, image: Image) -> None:
             f"images must be [b, {', '.join(map(str, image))}], got {list(images.shape)}; "
             "a network for other images is built with image=(channels, height, width)"
         )
+    device = images.device.type
+    if images.dtype != dtype and (device == "meta" or not torch.is_autocast_enabled(device)):
+        raise ValueError(f"images must be {dtype} like the network's weights, got {images.dtype}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -43,12 +44,29 @@ def register(paper: str, parameters: str = "", operations: str = "") -> Callable
     return add
 
 
+def variant(build: Callable, **defaults: Any) -> Callable[[Callable], Callable]:
+    """A preset with all options of another and these defaults; the function it decorates is its docstring."""
+    bound = partial(build, **defaults)
+
+    def decorate(preset: Callable) -> Callable:
+        @wraps(preset)
+        def call(**options: Any) -> nn.Module:
+            return bound(**options)
+
+        call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
 def list_models(pattern: str = "*") -> list[str]:
     """Names of the presets that match a shell pattern, in order."""
     return sorted(name for name in _presets if fnmatch(name, pattern))
 
 
 def find_preset(name: str) -> Preset:
+    if not isinstance(name, str):
+        raise ValueError(f"a preset is asked for by name, got {name!r}")
     if name not in _presets:
         near = get_close_matches(name, _presets, n=4, cutoff=0.4) or list_models(f"*{name.split('_')[0]}*")[:4]
         hint = f"did you mean {', '.join(near)}?" if near else "list_models() has them all"
@@ -91,12 +109,31 @@ def _check_options(preset: Preset, options: dict[str, Any]) -> None:
             near = get_close_matches(option, preset.options, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(preset.options)}"
             raise ValueError(f"{preset.name} has no option {option!r}; {hint}")
-    image = options.get("image", preset.options["image"])
+        _check_type(option, options[option], preset.options[option])
+    image = options["image"] if "image" in options else preset.options["image"]
     if not (isinstance(image, tuple | list) and len(image) == 3 and all(isinstance(n, int) and n > 0 for n in image)):
         raise ValueError(f"image must be three positive integers (channels, height, width), got {image!r}")
     classes = options.get("classes", preset.options["classes"])
     if not isinstance(classes, int) or classes < 1:
         raise ValueError(f"classes must be a positive integer, got {classes!r}")
+
+
+def _check_type(option: str, value: Any, default: Any) -> None:
+    """An option is of its default's kind; where that is a word or nothing, modules and classes may come too."""
+    if isinstance(default, bool):
+        fits, kind = isinstance(value, bool), "True or False"
+    elif isinstance(default, int):
+        fits, kind = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif isinstance(default, float):
+        fits, kind = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    elif isinstance(default, tuple):
+        fits, kind = value is None or isinstance(value, tuple | list), "a sequence"
+    elif isinstance(default, str):
+        fits, kind = value is None or not isinstance(value, int | float), "a word, or a part of your own"
+    else:
+        return
+    if not fits:
+        raise ValueError(f"{option} must be {kind}, got {value!r}")
 
 
 def _smallest_that_fits(preset: Preset, options: dict[str, Any], image: Image) -> str:

@@ -18,34 +18,12 @@ from torchcaps.layers.stack import CapsuleStack
 from torchcaps.models.heads import ActivationHead, LengthHead, LinearHead
 from torchcaps.models.network import CapsNet
 from torchcaps.models.parts import find_backbone
-from torchcaps.models.registry import register
+from torchcaps.models.registry import register, variant
 from torchcaps.routing import DynamicRouting, EMRouting
 from torchcaps.types import Capsules, Image
 
 TSAI = "Tsai et al. 2020"
 LI = "Li et al. 2018"
-
-
-def build_dynamic(image: Image, classes: int, backbone: str | nn.Module, iterations: int, decoder: bool) -> CapsNet:
-    """Tables 4 and 5. After the ResNet, whose map is small, the primary capsules pad: the counts need it."""
-    simple = partial(conv_stem, out_channels=256, kernel_size=9)
-    features = find_backbone(backbone, image[0], simple=simple, width=256)
-    channels, height, width = feature_shape(features, image)
-    padding = 0 if backbone == "simple" else 4
-    primary = PrimaryCaps(channels, 32, 8, kernel_size=9, stride=2, padding=padding, nonlinearity=squash)
-    height, width = primary.out_space(height, width)
-    in_caps = 32 * height * width
-    routing = partial(DynamicRouting, iterations=iterations)
-    init = partial(mixture_normal_, in_caps=in_caps, size=0.9 / classes**0.25)  # the margin loss adds up over classes
-    return CapsNet(
-        features,
-        primary,
-        CapsuleStack(LinearCaps(in_caps, 8, classes, 16, routing, init=init)),
-        LengthHead(),
-        Decoder(classes * 16, image=image) if decoder else None,
-        image=image,
-        classes=classes,
-    )
 
 
 @register(TSAI, parameters="12.45M, simple 7.99M")
@@ -55,23 +33,40 @@ def dynamic_cifar10(
     classes: int = 10,
     backbone: str | nn.Module = "resnet",
     iterations: int = 3,
+    priors: bool = False,
+    leak: bool = False,
+    detach_inner: bool = False,
     decoder: bool = False,
+    objects: int = 1,
 ) -> CapsNet:
-    """Table 4; with backbone="simple" and decoder=True it is the CapsuleNet of Choi's table 1 (11.74M)."""
-    return build_dynamic(image, classes, backbone, iterations, decoder)
+    """Table 4; with backbone="simple" and decoder=True it is the CapsuleNet of Choi's table 1 (11.74M).
+
+    After the ResNet, whose map is small, the primary capsules pad: the counts need it.
+    """
+    features = find_backbone(backbone, image, width=256, simple=partial(conv_stem, out_channels=256, kernel_size=9))
+    channels, height, width = feature_shape(features, image)
+    padding = 0 if backbone == "simple" else 4
+    primary = PrimaryCaps(channels, 32, 8, kernel_size=9, stride=2, padding=padding, nonlinearity=squash)
+    height, width = primary.out_space(height, width)
+    in_caps = 32 * height * width
+    routing = partial(DynamicRouting, iterations=iterations, priors=priors, leak=leak, detach_inner=detach_inner)
+    init = partial(mixture_normal_, in_caps=in_caps, size=0.9 / classes**0.25)  # the margin loss adds up over classes
+    return CapsNet(
+        features,
+        primary,
+        CapsuleStack(LinearCaps(in_caps, 8, classes, 16, routing, init=init)),
+        LengthHead(),
+        Decoder(classes * 16, image=image) if decoder else None,
+        image=image,
+        classes=classes,
+        objects=objects,
+    )
 
 
 @register(TSAI, parameters="36.04M, simple 31.59M")
-def dynamic_cifar100(
-    *,
-    image: Image = (3, 32, 32),
-    classes: int = 100,
-    backbone: str | nn.Module = "resnet",
-    iterations: int = 3,
-    decoder: bool = False,
-) -> CapsNet:
+@variant(dynamic_cifar10, classes=100)
+def dynamic_cifar100() -> None:
     """Table 5."""
-    return build_dynamic(image, classes, backbone, iterations, decoder)
 
 
 @register(TSAI)

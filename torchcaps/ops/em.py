@@ -18,13 +18,13 @@ def gaussian_fit(votes: Votes | Tensor, weights: Tensor) -> tuple[Tensor, Tensor
     mass = weights.sum(-2)
     share = weights / mass.clamp(min=1e-7)[..., None, :]
     mean = votes.mixture(share)
-    variance, _ = votes.sweep(_variance, windows=[mean], pairs=[share])
+    variance, _ = votes.sweep(_variance, windows=[mean], pairs=[share], recompute=True)
     return mass, mean, variance
 
 
 def gaussian_log_density(votes: Votes | Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Shapes: votes [..., i, j, d], mean and variance [..., j, d] -> [..., i, j]"""
-    _, density = Votes.of(votes).sweep(_log_density, windows=[mean, variance])
+    _, density = Votes.of(votes).sweep(_log_density, windows=[mean, variance], recompute=True)
     return density
 
 

@@ -78,6 +78,8 @@ class Votes:
         return self.poses.device
 
     def to(self, dtype: torch.dtype) -> Votes:
+        if self.poses.dtype == self.weight.dtype == dtype:
+            return self
         offset = None if self.offset is None else self.offset.to(dtype)
         return Votes(self.poses.to(dtype), self.weight.to(dtype), self.window, offset)
 
@@ -143,18 +145,22 @@ class Votes:
         x = x.logsumexp(-1)
         return x if self.window is None else self.window.logsumexp(x, (self.poses.shape[3], self.poses.shape[4]))
 
-    def sweep(self, step: Step, windows: Sequence[Tensor] = (), pairs: Sequence[Tensor] = ()) -> Any:
+    def sweep(
+        self, step: Step, windows: Sequence[Tensor] = (), pairs: Sequence[Tensor] = (), recompute: bool = False
+    ) -> Any:
         """Shows a step all the votes, at once or in pieces; this is where a kernel takes over from the reference.
 
         The step gets votes [n, j, i, d], then what belongs to windows [n, j, d] and to pairs [n, j, i]. It returns a
-        sum over the children [n, j, d] and something for each pair [n, j, i]; either may be None.
+        sum over the children [n, j, d] and something for each pair [n, j, i]; either may be None. With `recompute` it
+        runs again in the backward pass, rather than keep what it made on the way.
 
         Shapes: windows [..., j, d], pairs [..., i, j] or [i, j] -> [..., j, d], [..., i, j]
         """
         windows = [x.reshape(-1, *x.shape[-2:]) for x in windows]
         pairs = [x.reshape(-1, *x.shape[-2:]).mT for x in pairs]
         if self._size() <= _budget:
-            summed, paired = step(self._by_parent(), *windows, *pairs)
+            votes = self._by_parent()
+            summed, paired = _again(step, votes, *windows, *pairs) if recompute else step(votes, *windows, *pairs)
         else:
             summed, paired = self._sweep_pieces(step, windows, pairs)
         return (
@@ -213,7 +219,7 @@ class Votes:
                 strict=True,
             )
             parts = [
-                checkpoint(of_piece, *first, *of_windows, *rest, use_reentrant=False, preserve_rng_state=False)
+                _again(of_piece, *first, *of_windows, *rest)
                 for *first, rest in ((*piece[:3], piece[3:]) for piece in inside)
             ]
             sums.append(None if parts[0][0] is None else reduce(torch.add, [part for part, _ in parts]))
@@ -234,7 +240,7 @@ class StoredVotes(Votes):
         self.in_caps, self.parents, self.dim = votes.shape[-3:]
 
     def to(self, dtype: torch.dtype) -> Votes:
-        return StoredVotes(self.poses.to(dtype))
+        return self if self.dtype == dtype else StoredVotes(self.poses.to(dtype))
 
     def detach(self) -> Votes:
         return StoredVotes(self.poses.detach())
@@ -250,6 +256,10 @@ class StoredVotes(Votes):
 
     def _by_parent(self) -> Tensor:
         return self.poses.reshape(-1, *self.poses.shape[-3:]).transpose(1, 2)
+
+
+def _again(step: Step, *inputs: Any) -> Any:
+    return checkpoint(step, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def mix(votes: Tensor, coupling: Tensor) -> Tensor:

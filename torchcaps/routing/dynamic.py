@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchcaps.functional import length, squash
+from torchcaps.functional import check_count, length, squash
 from torchcaps.ops import Votes, agreement_step, in_full_precision
-from torchcaps.routing.checks import check_iterations
 from torchcaps.types import Capsules
 
 
@@ -34,11 +33,11 @@ def dynamic_routing(
 
     Shapes: votes [..., i, j, d] -> poses [..., j, d], activations [..., j], coupling [..., i, j]
     """
-    check_iterations(iterations)
+    check_count("iterations", iterations)
     votes = Votes.of(votes)
+    seen = votes.detach() if detach_inner else votes
     total = None  # of the parents so far, [..., j, d]
     for iteration in range(iterations):
-        seen = votes.detach() if detach_inner else votes
         mixture, coupling = agreement_step(seen, total, logits=logits, leak=leak)
         last = iteration == iterations - 1
         if detach_inner and last:
@@ -66,7 +65,7 @@ class DynamicRouting(nn.Module):
         detach_inner: bool = False,
     ):
         super().__init__()
-        check_iterations(iterations)
+        check_count("iterations", iterations)
         self.iterations, self.leak, self.detach_inner = iterations, leak, detach_inner
         self.logits = nn.Parameter(torch.zeros(in_caps, out_caps)) if priors else None
         self.bias = nn.Parameter(torch.full((out_caps, out_dim), 0.1)) if bias else None

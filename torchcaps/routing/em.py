@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchcaps.functional import check_count
 from torchcaps.ops import Votes, gaussian_fit, gaussian_log_density, in_full_precision
-from torchcaps.routing.checks import check_iterations
 from torchcaps.types import Capsules
 
+VARIANCE_FLOOR = 5e-4  # added to variances, which are zero where a parent has one child
 
-def hinton_temperature(iteration: int) -> float:
+
+def hinton_temperature(iteration: int, final: float = 0.01, decay: float = 0.95) -> float:
     """The inverse temperature at an iteration, counted from 0; the authors' schedule."""
-    return 0.01 * (1 - 0.95 ** (iteration + 1))
+    return final * (1 - decay ** (iteration + 1))
 
 
 @in_full_precision
@@ -28,7 +30,7 @@ def em_routing(
     *,
     inverse_temperature: Callable[[int], float] = hinton_temperature,
     sites: bool = True,
-    variance_floor: float = 5e-4,
+    variance_floor: float = VARIANCE_FLOOR,
 ) -> Capsules:
     """M-step and E-step in turn, in log space, ending on an M-step.
 
@@ -37,11 +39,11 @@ def em_routing(
         beta_u: [j], the cost of describing a vote.
         beta_a: [j], the cost of a parent being there.
         sites: parents of all windows a child stands in compete for it, rather than those of one window.
-        variance_floor: added to the variances, which are zero where a parent has one child.
+        variance_floor: added to the variances.
 
     Shapes: votes [..., i, j, d], activations [..., i] -> poses [..., j, d], activations [..., j], coupling [..., i, j]
     """
-    check_iterations(iterations)
+    check_count("iterations", iterations)
     votes = Votes.of(votes)
 
     def compete(logits: Tensor) -> Tensor:
@@ -82,10 +84,12 @@ class EMRouting(nn.Module):
         *,
         sites: bool = True,
         inverse_temperature: Callable[[int], float] = hinton_temperature,
+        variance_floor: float = VARIANCE_FLOOR,
     ):
         super().__init__()
-        check_iterations(iterations)
-        self.iterations, self.sites, self.inverse_temperature = iterations, sites, inverse_temperature
+        check_count("iterations", iterations)
+        self.iterations, self.sites = iterations, sites
+        self.inverse_temperature, self.variance_floor = inverse_temperature, variance_floor
         self.beta_u = nn.Parameter(torch.zeros(out_caps))
         self.beta_a = nn.Parameter(torch.zeros(out_caps))
 
@@ -100,4 +104,5 @@ class EMRouting(nn.Module):
             self.iterations,
             inverse_temperature=self.inverse_temperature,
             sites=self.sites,
+            variance_floor=self.variance_floor,
         )

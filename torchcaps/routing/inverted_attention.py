@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import widen
+from torchcaps.functional import check_count, widen
 from torchcaps.ops import Votes, agreement_step, gaussian_fit, in_full_precision
-from torchcaps.routing.checks import check_iterations
-from torchcaps.routing.em import hinton_temperature, parent_logits
+from torchcaps.routing.em import VARIANCE_FLOOR, hinton_temperature, parent_logits
 from torchcaps.types import Capsules
 
 
@@ -26,6 +25,7 @@ def inverted_attention(
     norm: Callable[[Tensor], Tensor] | None = None,
     scale: float | None = None,
     activations: Tensor | None = None,
+    betas: tuple[Tensor, Tensor] | None = None,
 ) -> Capsules:
     """The parents of the iteration before attract the children whose votes point their way.
 
@@ -34,15 +34,23 @@ def inverted_attention(
         norm: applied to the new parents, LayerNorm in the paper.
         scale: of the agreement; 1 / sqrt(d) by default, as in the released code (procedure 1 has none, scale=1).
         activations: of the children, which then weigh their votes (ablation C).
+        betas: beta_u and beta_a [j] of EM's M-step, by which the parents get activations too (ablation C).
 
-    Shapes: votes [..., i, j, d], parents [..., j, d], activations [..., i] -> poses [..., j, d], coupling [..., i, j]
+    Shapes: votes [..., i, j, d], parents [..., j, d], activations [..., i]
+        -> poses [..., j, d], activations [..., j] or None, coupling [..., i, j]
     """
     votes = Votes.of(votes)
     scale = votes.dim**-0.5 if scale is None else scale
     mixture, coupling = agreement_step(votes, parents, scale=scale)
+    weights = coupling if activations is None else coupling * activations[..., None]
     if activations is not None:
-        mixture = votes.mixture(coupling * activations[..., None])
-    return Capsules(mixture if norm is None else norm(mixture), None, coupling)
+        mixture = votes.mixture(weights)
+    above = None
+    if betas is not None:
+        mass, _, variance = gaussian_fit(votes, weights)
+        beta_u, beta_a = (widen(beta) for beta in betas)
+        above = parent_logits(mass, variance + VARIANCE_FLOOR, beta_u, beta_a, hinton_temperature(0)).sigmoid()
+    return Capsules(mixture if norm is None else norm(mixture), above, coupling)
 
 
 class InvertedAttentionRouting(nn.Module):
@@ -52,7 +60,7 @@ class InvertedAttentionRouting(nn.Module):
         iterations: steps at each call; 1 leaves them to the stack (concurrent), more is ablation B (sequential).
         norm: LayerNorm on the parents; off is ablation A.
         scaled: divides the agreement by sqrt(d).
-        start: the parents before the first step: "zero", "random" or "learnt".
+        start: the parents before the first step: "zero", "random" (drawn anew at each call) or "learnt" (from zero).
         activations: parents have them too, by EM's M-step, and children's weigh their votes (ablation C).
     """
 
@@ -69,13 +77,13 @@ class InvertedAttentionRouting(nn.Module):
         activations: bool = False,
     ):
         super().__init__()
-        check_iterations(iterations)
+        check_count("iterations", iterations)
         if start not in ("zero", "random", "learnt"):
             raise ValueError(f'start must be "zero", "random" or "learnt", got {start!r}')
         self.iterations, self.scaled, self.start_at = iterations, scaled, start
         self.dims = (out_caps, out_dim)
         self.norm = nn.LayerNorm(out_dim) if norm else None
-        self.start = nn.Parameter(torch.randn(out_caps, out_dim)) if start == "learnt" else None
+        self.start = nn.Parameter(torch.zeros(out_caps, out_dim)) if start == "learnt" else None
         self.beta_u = nn.Parameter(torch.zeros(out_caps)) if activations else None
         self.beta_a = nn.Parameter(torch.zeros(out_caps)) if activations else None
 
@@ -85,18 +93,18 @@ class InvertedAttentionRouting(nn.Module):
         votes = Votes.of(votes)
         if parents is None:
             parents = self._first_parents(votes)
-        if self.beta_u is None:
-            activations = None
+        betas = None if self.beta_u is None or self.beta_a is None else (self.beta_u, self.beta_a)
         for _ in range(self.iterations):
             capsules = inverted_attention(
                 votes,
                 parents,
                 norm=self._normalise if self.norm is not None else None,
                 scale=None if self.scaled else 1.0,
-                activations=activations,
+                activations=None if betas is None else activations,
+                betas=betas,
             )
             parents = capsules.poses
-        return capsules if self.beta_u is None else self._activate(votes, activations, capsules)
+        return capsules
 
     def _first_parents(self, votes: Votes) -> Tensor | None:
         if self.start is not None:
@@ -108,12 +116,3 @@ class InvertedAttentionRouting(nn.Module):
     def _normalise(self, poses: Tensor) -> Tensor:
         assert self.norm is not None
         return F.layer_norm(poses, self.dims[1:], widen(self.norm.weight), widen(self.norm.bias), self.norm.eps)
-
-    def _activate(self, votes: Votes, activations: Tensor | None, capsules: Capsules) -> Capsules:
-        assert self.beta_u is not None
-        assert self.beta_a is not None
-        assert capsules.coupling is not None
-        weights = capsules.coupling if activations is None else capsules.coupling * activations[..., None]
-        mass, _, variance = gaussian_fit(votes, weights)
-        logits = parent_logits(mass, variance + 5e-4, self.beta_u, self.beta_a, hinton_temperature(self.iterations - 1))
-        return capsules._replace(activations=logits.sigmoid())
