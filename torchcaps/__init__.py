@@ -4,7 +4,7 @@
 >>> model(images).probabilities
 """
 
-from torchcaps import functional, layers, losses, models, ops, routing
+from torchcaps import data, functional, layers, losses, models, ops, routing
 from torchcaps.functional import length, squash, squash_exp
 from torchcaps.layers import CapsuleStack, ConvCaps, Decoder, LinearCaps, PrimaryCaps
 from torchcaps.losses import margin_loss, reconstruction_loss, sinkhorn_divergence, spread_loss
@@ -26,6 +26,7 @@ __all__ = [
     "Routing",
     "Votes",
     "create_model",
+    "data",
     "functional",
     "layers",
     "length",

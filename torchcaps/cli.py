@@ -1,8 +1,9 @@
-"""The command line: `torchcaps list` and `torchcaps summary`. It only parses and prints; the library does the rest."""
+"""The command line. It only parses and prints; the library does the rest."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import json
 import os
@@ -14,7 +15,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import partial, wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
 import tyro
@@ -25,6 +26,7 @@ from torch import nn
 from tyro.conf import Positional, arg
 
 import torchcaps
+from torchcaps.data import cli as data_cli
 from torchcaps.models import create_model, list_models
 from torchcaps.models.measure import layers, operations, parameters, training_memory
 from torchcaps.models.registry import find_preset
@@ -34,6 +36,7 @@ DESCRIPTION = """Capsule networks in PyTorch. Every network of the papers is a p
   torchcaps list                      all presets: sizes beside the papers', operations, training memory
   torchcaps list 'efficient*'         those whose names match
   torchcaps summary capsnet_mnist     the layers of one, with shapes
+  torchcaps data list                 data sets; data get, verify, show and make work on them
   torchcaps --version
 
 In Python the same names go to torchcaps.create_model(name)."""
@@ -103,7 +106,7 @@ def summarise(
         batch: images in a batch, for the training memory.
     """
     preset = find_preset(name)
-    options = _read_options(name, [word for words in option for word in words])
+    options = _read_options([word for words in option for word in words])
     if image:
         options["image"] = tuple(_read_value(size) for size in image)
     if classes:
@@ -133,7 +136,31 @@ def summarise(
     return 0
 
 
+def annotated(command: Callable[..., int], **marks: Any) -> Callable[..., int]:
+    """The same command with marks for tyro on its arguments, which its own file does without."""
+
+    @wraps(command)
+    def call(*args: Any, **kwargs: Any) -> int:
+        return command(*args, **kwargs)
+
+    hints = get_type_hints(command)
+    hints |= {name: Annotated[hints[name], mark] for name, mark in marks.items()}
+    signature = inspect.signature(command)
+    marked = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+    del call.__wrapped__  # tyro would look behind it
+    call.__annotations__ = hints
+    call.__signature__ = signature.replace(parameters=marked)  # type: ignore[attr-defined]
+    return call
+
+
 COMMANDS: dict[str, Callable[..., int]] = {"list": list_presets, "summary": summarise}
+DATA_COMMANDS: dict[str, Callable[..., int]] = {
+    "list": data_cli.list_sets,
+    "get": annotated(data_cli.get, names=tyro.conf.Positional),
+    "verify": annotated(data_cli.verify, names=tyro.conf.Positional),
+    "show": annotated(data_cli.show, name=tyro.conf.Positional),
+    "make": annotated(data_cli.make, what=tyro.conf.Positional, source=arg(name="from", metavar="FOLDER")),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,17 +187,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(words: list[str]) -> Callable[[], int]:
     """The command to run, with its arguments; what tyro says of bad ones becomes one sentence."""
-    if words[0] not in COMMANDS and not words[0].startswith("-"):
-        near = get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {' and '.join(COMMANDS)}"
+    if words[0] == "data":
+        return _choose("torchcaps data", "Data sets of the papers by name, and your own.", DATA_COMMANDS, words[1:])
+    return _choose("torchcaps", DESCRIPTION, COMMANDS, words, also=("data",))
+
+
+def _choose(
+    prog: str, description: str, commands: dict[str, Callable[..., int]], words: list[str], also: Sequence[str] = ()
+) -> Callable[[], int]:
+    words = words or ["--help"]
+    if words[0] not in commands and not words[0].startswith("-"):
+        there = [*commands, *also]
+        near = get_close_matches(words[0], there, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(there)}"
         raise ValueError(f"there is no command {words[0]!r}; {hint}")
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
             return tyro.extras.subcommand_cli_from_dict(
-                {name: _bind(command) for name, command in COMMANDS.items()},
-                prog="torchcaps",
-                description=DESCRIPTION,
+                {name: _bind(command) for name, command in commands.items()},
+                prog=prog,
+                description=description,
                 args=words,
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
@@ -178,7 +215,7 @@ def _parse(words: list[str]) -> Callable[[], int]:
         if stop.code in (0, None):
             raise
     sentence = _first_paragraph(complaint.getvalue())
-    command = f"torchcaps {words[0]} --help" if words[0] in COMMANDS else "torchcaps --help"
+    command = f"{prog} {words[0]} --help" if words[0] in commands else f"{prog} --help"
     raise ValueError(f"{sentence[:1].lower()}{sentence[1:].rstrip('.')}; {command} tells more")
 
 
@@ -298,21 +335,14 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
 
 
-def _read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
+def _read_options(words: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE, where the value is a Python literal or else a plain word."""
-    known = find_preset(name).options
     options = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"an option is KEY=VALUE, got {word!r}")
-        value = _read_value(text)
-        default = known.get(key)
-        wanted = {bool: "true or false", int: "an integer", float: "a number"}.get(type(default))
-        fits = isinstance(value, int | float) if isinstance(default, float) else isinstance(value, type(default))
-        if wanted and not (fits and isinstance(value, bool) == isinstance(default, bool)):
-            raise ValueError(f"{key} of {name} takes {wanted}, got {text!r}")
-        options[key] = value
+        options[key] = _read_value(text)
     return options
 
 

@@ -52,9 +52,10 @@ class PooledConvCaps(nn.Module):
             parents = parents.permute(0, 3, 4, 1, 2)
         routed = self.routing(self.vote(self.dropout(poses)), None, parents)
         presence = routed.activations
-        return routed._replace(
-            poses=routed.poses.permute(0, 3, 4, 1, 2),
-            activations=None if presence is None else presence.permute(0, 3, 1, 2),
+        return Capsules(
+            routed.poses.permute(0, 3, 4, 1, 2),
+            None if presence is None else presence.permute(0, 3, 1, 2),
+            routed.coupling,
         )
 
     def vote(self, poses: Tensor) -> Tensor:

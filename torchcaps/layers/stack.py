@@ -50,4 +50,4 @@ class Residual(nn.Module):
 
     def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
         capsules: Capsules = self.layer(poses, activations, parents)
-        return capsules._replace(poses=poses + capsules.poses)
+        return Capsules(poses + capsules.poses, capsules.activations, capsules.coupling)

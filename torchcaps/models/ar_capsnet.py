@@ -68,7 +68,7 @@ class TanhResidual(Residual):
 
     def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
         capsules = super().forward(poses, activations, parents)
-        return capsules._replace(poses=capsules.poses.tanh())
+        return Capsules(capsules.poses.tanh(), capsules.activations, capsules.coupling)
 
 
 @register(CHOI)

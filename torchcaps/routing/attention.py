@@ -100,7 +100,7 @@ class AttentionRouting(nn.Module):
         self, votes: Votes | Tensor, activations: Tensor | None = None, parents: Tensor | None = None
     ) -> Capsules:
         mixed = attention_routing(votes, self.kernel)
-        return mixed._replace(poses=self.activation(mixed.poses))
+        return Capsules(self.activation(mixed.poses), mixed.activations, mixed.coupling)
 
 
 def _glorot(weight: Tensor, fan: int) -> Tensor:
