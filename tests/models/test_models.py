@@ -210,7 +210,6 @@ def test_compiles_without_a_break(model):
         torch.testing.assert_close(compiled.scores, model(images).scores)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -249,4 +248,4 @@ def test_statistics_at_the_start(name, options):
     low = 0.005 if name.startswith("efficient") else 0.03 if name.startswith("ar_") else 0.05  # starts as released
     assert low < mean < 0.5, mean
     loss = margin_loss(out.scores, labels).item()
-    assert 0.5 < loss < (0.9 if model.classes <= 10 else 1.5), loss
+    assert (0.4 if options.get("form") == "official" else 0.5) < loss < (0.9 if model.classes <= 10 else 1.5), loss
