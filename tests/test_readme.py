@@ -23,6 +23,12 @@ COMMANDS = [re.split(r"\s{3,}|\s#", line)[0] for _, text in BLOCKS for line in t
 SHAPE = re.compile(r"^(\w+(?:, \w+)*) = .*# (\[.*?\](?:, \[.*?\])*)", re.MULTILINE)
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """What a command writes to the current folder goes away with the test."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.split("\n", 1)[0])
 def test_python_runs_and_its_shapes_are_true(block):
     names = {}

@@ -494,6 +494,30 @@ def test_autocast_changes_nothing():
     assert torch.equal(byerly()(images, draws(images)), inside)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: augment.shift(-1),
+        lambda: augment.pad(-1),
+        lambda: augment.resize(0),
+        lambda: augment.centre_crop(0),
+        lambda: augment.random_crop(0),
+        lambda: augment.random_crop(3, padding=-1),
+        lambda: augment.ten_crop(0),
+        lambda: augment.n_crop(0),
+        lambda: augment.n_crop(8, 0),
+        lambda: augment.brightness(-1),
+        lambda: augment.contrast(2, 1),
+        lambda: augment.contrast(-0.5, 1),
+        lambda: augment.normalise(0.5, 0),
+        lambda: augment.normalise(0.5, (0.5, 0.0)),
+    ],
+)
+def test_values_out_of_range_are_refused(make):
+    with pytest.raises(ValueError, match=r"^\w+\(.*\) is out of range: "):
+        make()
+
+
 def test_apply_takes_the_steps_in_turn():
     images = coloured()
     steps = (shift(2), flip(), standardise())

@@ -4,7 +4,7 @@ from itertools import islice
 import pytest
 import torch
 
-from torchcaps.data.augment import brightness, flip, normalise, random_crop, shift, standardise
+from torchcaps.data.augment import brightness, flip, normalise, random_crop, scale, shift, standardise
 from torchcaps.data.batches import Batches, Order
 from torchcaps.data.random import Draws, permuted
 from torchcaps.data.splits import Batch, Example, Stored
@@ -182,12 +182,26 @@ def test_grey_images_and_several_labels():
 
 
 def test_targets():
-    batch = next(Batches(Made(100), 6, transform=(normalise(0.5, 0.5),)).epoch(0))
+    steps = (scale(0.5), normalise(0.5, 0.25), lambda images, draws: images + 3)  # a plain function may be a step
+    batches = Batches(Made(100), 6, transform=steps)
+    batch, raw = next(batches.epoch(0)), next(Batches(Made(100), 6).epoch(0))
     assert batch.targets.shape == (6, 2, 1, 4, 4)
-    torch.testing.assert_close(batch.images, (batch.targets[:, 0] - 0.5) / 0.5)
+    torch.testing.assert_close(batch.images, (raw.images / 2 - 0.5) / 0.25 + 3)
+    for k in range(2):
+        assert torch.equal(batch.targets[:, k], batch.images), "images and targets stay comparable"
+    shares = [list(Batches(Made(7), 6, transform=steps, rank=rank, world=2).epoch(0)) for rank in range(2)]
+    assert [share[-1].targets.shape[0] for share in shares] == [1, 0]
     assert torch.equal(batch.labels[:, 1], (batch.labels[:, 0] + 1) % 3)
     with pytest.raises(ValueError, match=r"random_crop\(size=3.* would part the images from their targets"):
         next(Batches(Made(100), 6, transform=(normalise(0.5, 0.5), random_crop(3))).epoch(0))
+    with pytest.raises(ValueError, match=r"brightness\(delta=0.1\) would part the images from their targets"):
+        next(Batches(Made(100), 6, transform=(brightness(0.1),)).epoch(0))
+
+
+def test_a_plain_function_is_a_step():
+    split = stored()
+    whole = next(Batches(split, 23, transform=(lambda images, draws: 1 - images,), shuffle=False).epoch(0))
+    assert torch.equal(whole.images, 1 - split.images.float() / 255)
 
 
 def test_steps_run_on_through_the_epochs():

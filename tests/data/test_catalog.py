@@ -6,7 +6,7 @@ import pytest
 
 import torchcaps.data
 from torchcaps.data import fetch
-from torchcaps.data.catalog import CATALOG, Archive, File, find
+from torchcaps.data.catalog import CATALOG, Archive, File, _sums, find
 from torchcaps.data.errors import DataError
 from torchcaps.data.sets import SETS
 
@@ -75,6 +75,12 @@ def test_download_sizes_are_those_of_the_first_archives_that_hold_everything():
             total += (archive.size or 0) if keys else 0
             needed -= keys
         assert entry.download == (total or None)
+
+
+def test_tables_of_checksums():
+    assert _sums("\na 12 0f 1e\nb 3 2d -\n") == {"a": (12, "0f", "1e"), "b": (3, "2d", None)}
+    with pytest.raises(ValueError, match="unpack"):
+        _sums("a 12 0f")
 
 
 def test_no_two_checksums_are_the_same():

@@ -116,13 +116,58 @@ def test_show_what_cannot_be_shown(tmp_path, monkeypatch):
 
 
 def test_make(tmp_path, monkeypatch, capsys):
-    from torchcaps.data import folder
+    from torchcaps.data import himagenet
 
     asked = []
-    monkeypatch.setattr(folder, "make_himagenet", lambda source, out: asked.append((source, out)) or folder.Made(7, 2))
-    assert cli.make("himagenet", source=str(tmp_path), out=str(tmp_path / "out")) == 0
+
+    def note(source, out, **options):
+        asked.append((source, out, options))
+        return himagenet.Made(7, 2)
+
+    monkeypatch.setattr(himagenet, "make_himagenet", note)
+    assert cli.make("himagenet", source=str(tmp_path), out=str(tmp_path / "out"), size=156, on_error="skip") == 0
     assert cli.make("himagenet", source=str(tmp_path), root=str(tmp_path)) == 0
-    assert asked == [(tmp_path, tmp_path / "out"), (tmp_path, fetch.cache_folder(tmp_path) / "himagenet")]
+    assert asked == [
+        (tmp_path, tmp_path / "out", dict(size=156, on_error="skip")),
+        (tmp_path, fetch.cache_folder(tmp_path) / "himagenet", dict(size=None, on_error="stop")),
+    ]
     assert "7 train, 2 test" in capsys.readouterr().out
     with pytest.raises(DataError, match="only himagenet is made from a folder, not 'mnist'"):
         cli.make("mnist", source="a", out="b")
+
+
+def test_show_folders(tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    from torchcaps.cli import main
+
+    assert main(["data", "show", "folder"]) == 2
+    assert "folder needs path=, or --path" in capsys.readouterr().err
+    for name in ("cat", "dog"):
+        for k in range(3):
+            (tmp_path / "mine" / name).mkdir(parents=True, exist_ok=True)
+            image.new("RGB", (8, 8)).save(tmp_path / "mine" / name / f"{k}.png")
+    (tmp_path / "mine" / "dog" / "bad.png").write_text("no image")
+    words = ["data", "show", "folder", "--path", str(tmp_path / "mine"), "--out", str(tmp_path / "sheet.png")]
+    assert main(words) == 2
+    assert "bad.png cannot be read as an image" in capsys.readouterr().err
+    assert main([*words, "--on-error", "skip"]) == 0
+    assert "folder, train: 4 of 4" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="digits has no option 'on_error'"):
+        cli.show("digits", on_error="skip")
+
+
+def test_show_skips_what_turns_out_to_be_damaged(tmp_path):
+    class Half:
+        """Every second image is damaged behind its header, as a streamed split finds out when it reads it."""
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            if index % 2:
+                raise DataError(f"{index}.png cannot be read")
+            return Stored(torch.zeros(10, 4, 4, dtype=torch.uint8), torch.arange(10) % 2, ("a", "b"))[index]
+
+    assert len(cli._sample(Half(), 10, "skip")[0]) == 5
+    with pytest.raises(DataError, match=r"1\.png cannot be read"):
+        cli._sample(Half(), 10, "stop")

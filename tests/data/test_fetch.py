@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchcaps.data import download, fetch, packages, unpack
+from torchcaps.data import cache, download, fetch, packages, unpack
 from torchcaps.data.catalog import CATALOG, Archive, Entry, File, Package
-from torchcaps.data.errors import DataError, Unavailable
+from torchcaps.data.errors import DataError, NotWritten, Unavailable, is_web_page, write_whole
+from torchcaps.data.sheet import save_sheet
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8).tobytes()
 OTHER = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
@@ -194,7 +195,7 @@ def no_network(monkeypatch):
 
 def left(folder):
     """All that is in the set's folder but the lock and the stamps."""
-    return sorted(path.name for path in folder.iterdir() if path.name not in (".lock", fetch.STAMPS))
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".lock", cache.STAMPS))
 
 
 BAD = ["html", "page_as_data", "forbidden", "busy", "half", "short", "short_no_length", "long", "wrong", "silent"]
@@ -329,10 +330,29 @@ def test_offline_sends_no_packet_and_makes_no_folder(toy, tmp_path, no_network):
         fetch.ensure("toy", root=tmp_path / "cache", offline=True)
 
 
+def test_advice_for_optional_parts(toy, server, tmp_path):
+    files = [File("toy", "toy.bin", **digest(CONTENT)), *(File(k, f"{k}.bin", part=k) for k in ("extra", "more"))]
+    toy("good", files=files)
+    with pytest.raises(
+        DataError, match=r"^toy is not in \S+, .* offline: run `torchcaps data get toy` with a network$"
+    ):
+        fetch.ensure("toy", root=tmp_path, offline=True)
+    with pytest.raises(DataError, match=r"^toy is not in \S+, .*: run `torchcaps data get toy --parts extra` with"):
+        fetch.ensure("toy", root=tmp_path, offline=True, parts=("extra",))
+    fetch.ensure("toy", root=tmp_path)
+    told = r"^extra\.bin of toy is not in \S+/toy, .* offline: run `torchcaps data get toy --parts extra more` with a"
+    with pytest.raises(DataError, match=told):
+        fetch.ensure("toy", root=tmp_path, offline=True, parts=("more", "extra"))
+    (tmp_path / "toy" / "extra.bin").write_bytes(PAGE)
+    told = r"^extra\.bin of toy could not be had \(.*web page.*\): run `torchcaps data get toy --parts extra` with a"
+    with pytest.raises(DataError, match=told):
+        fetch.ensure("toy", root=tmp_path, offline=True, parts=("extra",))
+
+
 def test_stamps_spare_hashing(toy, tmp_path, monkeypatch):
     toy("good")
     fetch.ensure("toy", root=tmp_path)
-    monkeypatch.setattr(fetch, "digests", lambda path: pytest.fail("the file was read"))
+    monkeypatch.setattr(cache, "digests", lambda path: pytest.fail("the file was read"))
     fetch.ensure("toy", root=tmp_path)
 
 
@@ -342,7 +362,7 @@ def test_a_cache_that_may_only_be_read(toy, tmp_path, monkeypatch):
     path.parent.mkdir()
     path.write_bytes(CONTENT)
 
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "write_text", refuse)
@@ -395,6 +415,54 @@ def test_without_published_checksums_the_first_seen_are_remembered(toy, tmp_path
     assert [found.wrong for found in fetch.verify("toy", tmp_path)] == [""]
     path.write_bytes(DAMAGE["one bit"])
     assert "SHA-256" in fetch.verify("toy", tmp_path)[0].wrong
+
+
+MATLAB = b"MATLAB 5.0 MAT-file, Platform: GLNXA64".ljust(124) + b"\x00\x01IM" + OTHER[:1000]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (PAGE, r"toy\.mat is a web page instead of data"),
+        (b"<?xml version='1.0'?>" + PAGE, r"toy\.mat is a web page instead of data"),
+        (OTHER, r"toy\.mat does not begin as a MATLAB 5\.0 file does"),
+        (b"", r"toy\.mat is empty"),
+        (MATLAB, ""),
+    ],
+)
+def test_without_published_checksums_files_are_looked_at(content, said, toy, tmp_path):
+    files = [File("toy", "toy.mat")]
+    members = {"toy.mat": ("toy",)}
+    toy("good", packing="zip", archive=zipped({"toy.mat": content}), members=members, files=files, checked=False)
+    path = tmp_path / "hand" / "toy" / "toy.mat"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    if not said:
+        assert fetch.ensure("toy", root=tmp_path)["toy"].read_bytes() == content
+        assert fetch.ensure("toy", root=tmp_path / "hand", offline=True) == {"toy": path}
+        return
+    with pytest.raises(DataError, match=rf"in toy\.zip, {said}"):
+        fetch.ensure("toy", root=tmp_path)
+    assert left(tmp_path / "toy") == []
+    with pytest.raises(DataError, match=said):
+        fetch.ensure("toy", root=tmp_path / "hand", offline=True)
+
+
+def test_a_web_page_in_place_of_an_archive_without_checksum(toy, server, tmp_path):
+    toy("good", packing="zip", archive=b"\r\n" + PAGE, members={"toy.bin": ("toy",)}, checked=False)
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "toy.zip").write_bytes(PAGE)
+    with pytest.raises(DataError, match=r"toy\.zip is a web page instead of data"):
+        fetch.ensure("toy", root=tmp_path, offline=True)
+    with pytest.raises(DataError, match="answered with a web page"):
+        fetch.ensure("toy", root=tmp_path)
+
+
+def test_web_pages():
+    for start in ("<!DOCTYPE html>", "<html", "\ufeff<HEAD>", " \r\n<?xml version", "<!-- moved -->", "<!doctype HTML"):
+        assert is_web_page(start.encode())
+    for start in (b"", MATLAB, CONTENT, b"PK\x03\x04", b"\x1f\x8b", b"<data", b"html"):
+        assert not is_web_page(start)
 
 
 def test_two_threads_fetch_once(toy, server, tmp_path):
@@ -476,6 +544,27 @@ def test_only_wanted_members_are_unpacked(packing, toy, tmp_path):
     assert left(tmp_path / "toy") == ["toy.bin"]
 
 
+TWICE = [("toy.bin", "sub/toy.bin"), ("sub/toy.bin", "toy.bin"), ("a/toy.bin", "b/toy.bin")]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("packing", ["tar", "zip"])
+@pytest.mark.parametrize("names", TWICE)
+def test_an_archive_that_holds_a_name_twice(names, packing, checked, toy, tmp_path):
+    members = {name: CONTENT if name == "toy.bin" else OTHER for name in names}
+    archive = tarred(members) if packing == "tar" else zipped(members)
+    files = None if checked else [File("toy", "toy.bin")]
+    toy("good", packing=packing, archive=archive, members={"toy.bin": ("toy",)}, files=files, checked=checked)
+    if "toy.bin" in names:
+        assert fetch.ensure("toy", root=tmp_path)["toy"].read_bytes() == CONTENT
+        assert list(cache.read_stamps(tmp_path / "toy")) == left(tmp_path / "toy") == ["toy.bin"]
+    else:
+        told = rf"toy\.{packing} holds both a/toy\.bin and b/toy\.bin where one toy\.bin is expected"
+        with pytest.raises(DataError, match=told):
+            fetch.ensure("toy", root=tmp_path)
+        assert left(tmp_path / "toy") == []
+
+
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("packing", ["tar", "zip", "gz"])
 def test_a_truncated_archive(packing, checked, toy, tmp_path):
@@ -536,6 +625,69 @@ def test_a_full_disk(ending, toy, tmp_path, monkeypatch):
     assert left(tmp_path / "toy") == []
 
 
+def test_a_disk_that_is_full_only_when_the_file_is_closed(toy, tmp_path, monkeypatch):
+    class Late(io.BytesIO):
+        def close(self):
+            super().close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    toy("good")
+    real = Path.open
+
+    def fill(path, *arguments, **options):
+        return Late() if path.suffix == ".tmp" else real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fill)
+    with pytest.raises(DataError, match=r"the disk is full: \S+/toy\.bin could not be written"):
+        fetch.ensure("toy", root=tmp_path)
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "file"
+    with write_whole(path) as temporary:
+        temporary.write_text("one")
+        assert not path.exists()
+
+    def fail(problem):
+        with write_whole(path, "wait") as temporary:
+            temporary.write_text("two")
+            raise problem
+
+    with pytest.raises(KeyError):
+        fail(KeyError())
+    with pytest.raises(NotWritten, match=r"^the disk is full: \S+/file could not be written; free some .*, or wait$"):
+        fail(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(NotWritten, match=r"/file cannot be written \(Permission denied\); wait$"):
+        fail(PermissionError(errno.EACCES, "Permission denied"))
+    assert path.read_text() == "one"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_sheet_where_none_can_be_written(tmp_path):
+    class Sheet:
+        def save(self, path, kind):
+            path.write_text(kind)
+
+    (tmp_path / "file").write_text("")
+    told = (
+        r"file/x\.png cannot be written \(there is a file in the place of a folder\); choose another file with --out$"
+    )
+    with pytest.raises(DataError, match=told):
+        save_sheet(Sheet(), tmp_path / "file" / "x.png")
+    with pytest.raises(DataError, match=r"cannot be written \(Is a directory\)"):
+        save_sheet(Sheet(), tmp_path)
+    save_sheet(Sheet(), tmp_path / "new" / "x.png")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["x.png"]
+
+
+def test_what_killed_processes_left_is_cleared(toy, tmp_path):
+    toy("good")
+    (tmp_path / "toy" / ".package-x").mkdir(parents=True)
+    (tmp_path / "toy" / ".toy.bin.1-1.tmp").write_bytes(CONTENT)
+    fetch.ensure("toy", root=tmp_path)
+    assert left(tmp_path / "toy") == ["toy.bin"]
+
+
 def test_a_cache_folder_that_cannot_be_written(toy, tmp_path):
     toy("good")
     (tmp_path / "file").write_text("")
@@ -550,6 +702,13 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHCAPS_DATA", str(tmp_path / "data"))
     assert fetch.cache_folder() == tmp_path / "data"
     assert fetch.cache_folder(tmp_path / "own") == tmp_path / "own"
+    monkeypatch.chdir(tmp_path)
+    assert fetch.cache_folder("own") == tmp_path / "own"
+    monkeypatch.setenv("TORCHCAPS_DATA", "data")
+    assert fetch.cache_folder() == tmp_path / "data"
+    monkeypatch.delenv("TORCHCAPS_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert fetch.cache_folder() == tmp_path / "cache" / "torchcaps"
 
 
 PIP = Package("toy-wheel", {"toys/toy.bin": ("toy",)}, "zip", source="pip", version="1.0")
@@ -589,6 +748,72 @@ def test_sources_are_asked_in_the_order_given(sources, asked, toy, server, clien
     assert left(tmp_path / "toy") == ["toy.bin"]
     fetch.ensure("toy", root=tmp_path, sources=sources)
     assert len(clients) == (1 if sources is None or "cache" in sources else 2)  # without the cache it is fetched anew
+
+
+CLIENT = """#!{python}
+import pathlib, sys
+for option in sys.argv:
+    if option.startswith(("--dest=", "--pack-destination=")):
+        pathlib.Path(option.partition("=")[2], {name!r}).write_bytes(pathlib.Path({content!r}).read_bytes())
+"""
+
+
+@pytest.mark.parametrize("package", [PIP, NPM], ids=["pip", "npm"])
+def test_clients_with_a_relative_root(package, toy, tmp_path, monkeypatch):
+    """A client runs in a folder of its own, so that what it is told must not depend on where it runs."""
+    pip = package is PIP
+    (tmp_path / "content").write_bytes(
+        zipped({"toys/toy.bin": CONTENT}) if pip else tarred({"package/toy.bin": CONTENT})
+    )
+    client = tmp_path / ("pip3" if pip else "npm")
+    name = "toy.whl" if pip else "toy.tgz"
+    client.write_text(CLIENT.format(python=sys.executable, name=name, content=str(tmp_path / "content")))
+    client.chmod(client.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    toy(packages=[package])
+    path = tmp_path / "data" / "toy" / "toy.bin"
+    assert fetch.ensure("toy", root="data", sources=(package.source,)) == {"toy": path}
+    assert path.read_bytes() == CONTENT
+    assert left(path.parent) == ["toy.bin"]
+
+
+PIP_TRACEBACK = "ERROR: Exception:\nTraceback (most recent call last):\n  File 'x.py', line 1, in run\n"
+FULL_LOGS = [
+    PIP_TRACEBACK + "OSError: [Errno 28] No space left on device",
+    "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
+    "npm error code ENOSPC\nnpm error syscall write\nnpm error nospc There appears to be insufficient space",
+]
+
+
+@pytest.mark.parametrize("said", FULL_LOGS)
+def test_a_disk_that_a_client_has_filled(said, toy, tmp_path, monkeypatch):
+    command = [sys.executable, "-c", f"import sys; print({said!r}); sys.exit(2)"]
+    run = packages._run
+    monkeypatch.setattr(packages, "_run", lambda _, folder, advance: run(command, folder, advance))
+    monkeypatch.setattr(packages, "_client", lambda name: name)
+    toy(packages=[PIP, NPM])
+    told = (
+        r"^the disk is full: \S+ could not be written; free some space, or choose another folder with --root or TORCH"
+    )
+    with pytest.raises(NotWritten, match=told):
+        fetch.ensure("toy", root=tmp_path)
+    assert left(tmp_path / "toy") == []
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (PIP_TRACEBACK + "ValueError: no such thing\n", "ValueError: no such thing"),
+        ("WARNING: x\nERROR: No matching distribution found for toy.\n", "No matching distribution found for toy"),
+        ("npm error code E404\nnpm error 404 not here\n", "404 not here"),
+        ("Killed\n", "Killed"),
+        ("", ""),
+    ],
+)
+def test_what_a_client_complains_of(said, told):
+    assert packages._complaint(said) == told
 
 
 def test_clients_are_asked_by_name_and_run_nothing(toy, clients, tmp_path):
@@ -682,7 +907,7 @@ def test_python_batches_become_the_bytes_of_binary_ones(classes, toy, tmp_path):
 
 
 def test_no_bar_without_a_terminal(capfd):
-    with fetch._bar("toy") as advance:
+    with download.progress_bar("toy") as advance:
         assert advance is None
     assert capfd.readouterr() == ("", "")
 
@@ -702,7 +927,7 @@ def from_registry(name, source, folder):
     files = {file.key: file for file in CATALOG[name].files}
     if "" not in found:
         return fetch.ensure(name, root=folder / "cache", sources=(source,))
-    return {one.file.key: one.commit() for one in unpack.unpack(package, found[""], files.values(), folder)}
+    return {one.file.key: one.path for one in unpack.unpack(package, found[""], files.values(), folder)}
 
 
 MNIST = {

@@ -1,4 +1,3 @@
-import json
 import os
 import pickle
 import struct
@@ -8,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from torchcaps.data import folder as folder_module
 from torchcaps.data.augment import flip, random_crop, shift, standardise
 from torchcaps.data.batches import Batches
 from torchcaps.data.errors import DataError
-from torchcaps.data.folder import Cutting, himagenet_classes, load_folder, make_himagenet
+from torchcaps.data.folder import load_folder
+from torchcaps.data.images import look, read_image
 from torchcaps.data.splits import Stored, hold_out
-from torchcaps.data.stream import Streamed, StreamedBatches, batches_for, look, read_image
+from torchcaps.data.stream import Streamed, StreamedBatches, batches_for
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -204,6 +203,23 @@ def test_given_split(tmp_path, validation):
     assert data.train.images.shape == (6, 6, 6)
 
 
+def test_a_folder_beside_train_and_test_is_named(tiny):
+    for part in ("train", "Test"):
+        save(tiny / "split" / part / "ant" / "0.png")
+        save(tiny / "split" / part / "bee" / "0.png")
+    assert load_folder(tiny / "split").class_names == ("ant", "bee")
+    save(tiny / "split" / "extra" / "ant" / "0.png")
+    (tiny / "split" / "backup").mkdir()
+    with pytest.raises(DataError, match="split has backup, extra beside its folders for test and train; move them"):
+        load_folder(tiny / "split")
+
+
+def test_a_class_may_be_called_train(tiny):
+    for k in range(2):
+        save(tiny / "train" / f"{k}.png")
+    assert load_folder(tiny).class_names == ("ant", "bee", "train")
+
+
 def test_train_and_val_alone_leave_a_test_to_hold_out(tmp_path):
     for part, count in [("train", 4), ("val", 2)]:
         for k in range(count):
@@ -306,6 +322,19 @@ def test_csv_of_numbers(tiny):
 def test_bad_csv(tiny, lines, sentence):
     with pytest.raises(DataError, match=sentence):
         load_folder(table(tiny / "x.csv", *lines))
+
+
+def test_csv_lines_without_a_file_are_named(tiny):
+    table = tiny / "list.csv"
+    table.write_text("path,label\nant/0.png,ant\nant/1.png,ant\nbee/0.png,bee\nbee/1.png,bee\nbee/9.png,bee\n")
+    with pytest.raises(DataError, match=r"^line 6 of \S+list\.csv: \S+bee/9\.png is not there; "):
+        load_folder(table)
+    data = load_folder(table, on_error="skip")
+    assert len(data.train) + len(data.test) == 4
+    assert any(note.startswith("line 6 of") for note in data.notes)
+    table.write_text("path,label\nant/0.png,ant\n ,ant\n")
+    with pytest.raises(DataError, match=r"line 3 of \S+list\.csv names no file; fill in its path"):
+        load_folder(table)
 
 
 def test_csv_out_of_range_and_not_utf8(tiny):
@@ -437,7 +466,12 @@ def test_one_image_a_class_leaves_no_test(tmp_path):
         (dict(on_error="ignore"), "'stop' or 'skip', not 'ignore'"),
         (dict(channels=2), "1 channel or 3, not 2"),
         (dict(test=1.0), "between 0 and 1, not 1.0"),
-        (dict(size=0), "0 x 0 has no pixels"),
+        (dict(size=0), "size=0 is neither the side of a square nor height and width"),
+        (dict(size="32"), "size='32' is neither"),
+        (dict(size=(3, 4, 5)), r"size=\(3, 4, 5\) is neither"),
+        (dict(size=(8, -1)), r"size=\(8, -1\) is neither"),
+        (dict(size=8.0), "size=8.0 is neither"),
+        (dict(test="half"), "between 0 and 1, not 'half'"),
         (dict(classes=("ant",)), "bee has the label 'bee', which is out of range; there are ant"),
         (dict(classes=("ant", "bee", "cow")), "no train images of cow"),
     ],
@@ -532,126 +566,3 @@ def test_a_worker_says_what_is_wrong_in_one_sentence(streamed):
         rows = [row for row in range(len(full.images)) if 4 * number + row != place]
         assert torch.equal(batch.images, full.images[rows])  # the others keep their draws
     assert list(batches.skipped) == [split.paths[3]]
-
-
-# h-ImageNet
-
-
-def annotation(wnid, *boxes, width=200, height=100):
-    things = "".join(
-        f"<object><name>{name}</name><bndbox><xmin>{a}</xmin><ymin>{b}</ymin><xmax>{c}</xmax><ymax>{d}</ymax></bndbox></object>"
-        for name, (a, b, c, d) in boxes
-    )
-    return f"<annotation><size><width>{width}</width><height>{height}</height></size>{things}</annotation>"
-
-
-@pytest.fixture
-def ilsvrc(tmp_path):
-    data, notes = tmp_path / "ILSVRC/Data/CLS-LOC", tmp_path / "ILSVRC/Annotations/CLS-LOC"
-    pixels = np.zeros((100, 200, 3), np.uint8)
-    pixels[20:80, 40:120] = 255
-    for wnid in ("n01", "n02", "n03"):
-        for k in range(2):
-            save(data / "train" / wnid / f"{wnid}_{k}.JPEG", pixels, format="JPEG", quality=100)
-        save(data / "val" / wnid / f"{wnid}_val.JPEG", np.full((700, 900, 3), 99, np.uint8), format="JPEG")
-    save(data / "train" / "n02" / "small.JPEG", noise(49, 300), format="JPEG")
-    (notes / "train" / "n01").mkdir(parents=True)
-    boxes = [("n01", (0, 0, 9, 9)), ("n01", (40, 20, 120, 80)), ("n09", (0, 0, 200, 100))]
-    (notes / "train" / "n01" / "n01_0.xml").write_text(annotation("n01", *boxes))
-    (notes / "train" / "n01" / "n01_1.xml").write_text(annotation("n01", ("n01", (0, 0, 30, 30))))
-    (notes / "val").mkdir()
-    (notes / "val" / "n02_val.xml").write_text(annotation("n02", ("n02", (0, 0, 225, 350)), width=450, height=350))
-    return tmp_path
-
-
-def size_of(path):
-    with Image.open(path) as opened:
-        return opened.size
-
-
-def test_the_two_hundred_classes():
-    assert len(set(himagenet_classes())) == 200
-    assert all(len(wnid) == 9 and wnid.startswith("n") for wnid in himagenet_classes())
-
-
-def test_make_himagenet(ilsvrc, tmp_path):
-    out = tmp_path / "out"
-    made = make_himagenet(ilsvrc, out, classes=("n01", "n02"), padding=0.1)
-    assert (made.train, made.test, made.cut, made.dropped, made.skipped) == (3, 2, 2, 2, 0)
-    assert not (out / "train" / "n03").exists()
-    assert size_of(out / "train/n01/n01_0.jpg") == (96, 72)  # 80 x 60 and a tenth on each side
-    edge = np.asarray(Image.open(out / "train/n01/n01_0.jpg"))
-    assert edge[6:66, 8:88].min() > 200
-    assert edge[:4].max() < 60
-    assert size_of(out / "train/n02/n02_0.jpg") == (200, 100)
-    assert size_of(out / "test/n01/n01_val.jpg") == (500, 389)  # 900 x 700 brought to 500
-    assert size_of(out / "test/n02/n02_val.jpg") == (354, 500)  # the box in another size: 450 + 45 by 700
-    assert json.loads((out / "himagenet.json").read_text())["images"]["train"] == 3
-    data = load_folder(out)
-    assert (len(data.train), len(data.test), data.class_names) == (3, 2, ("n01", "n02"))
-
-
-def test_make_himagenet_goes_on(ilsvrc, tmp_path, monkeypatch):
-    out, options = tmp_path / "out", dict(classes=("n01", "n02", "n03"), size=60)
-    real, count = folder_module._written, 0
-
-    def full_disk(goal, content):
-        nonlocal count
-        count += 1
-        if count == 4:
-            raise OSError(28, "No space left on device")
-        real(goal, content)
-
-    monkeypatch.setattr(folder_module, "THREADS", 1)
-    monkeypatch.setattr(folder_module, "_written", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        make_himagenet(ilsvrc, out, **options)
-    monkeypatch.setattr(folder_module, "_written", real)
-    done = {path: path.stat().st_mtime_ns for path in out.rglob("*.jpg")}
-    assert len(done) == 2
-    made = make_himagenet(ilsvrc, out, **options)
-    assert (made.train, made.test, made.cut, made.dropped) == (5, 3, 2, 2)
-    assert all(path.stat().st_mtime_ns == when for path, when in done.items())
-    assert len(list(out.rglob("*.jpg"))) == 8
-    assert not list(out.rglob("*.part"))
-    assert size_of(out / "train/n03/n03_0.jpg") == (120, 60)
-    with pytest.raises(
-        DataError, match=r"was made with Cutting\(size=60.*not Cutting\(size=None.*choose another folder"
-    ):
-        make_himagenet(ilsvrc, out, classes=options["classes"])
-
-
-def test_a_full_disk_is_not_skipped(ilsvrc, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(folder_module.os, "replace", full)
-    with pytest.raises(DataError, match=r"himagenet\.json cannot be written \(No space left on device\)"):
-        make_himagenet(ilsvrc, tmp_path / "out", classes=("n01",), on_error="skip")
-    with pytest.raises(DataError, match=r"n01_0\.jpg cannot be written"):
-        folder_module._each(
-            lambda file: folder_module._cut(file, notes=None, target=tmp_path / "out", cutting=Cutting()),
-            [str(ilsvrc / "ILSVRC/Data/CLS-LOC/train/n01/n01_0.JPEG")],
-            "",
-            "skip",
-        )
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-
-
-def test_bad_himagenet(ilsvrc, tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(DataError, match="has no train and val folders; give the folder of ILSVRC 2012"):
-        make_himagenet(tmp_path / "ILSVRC/Annotations", out)
-    with pytest.raises(DataError, match=r"train lacks 200 of 200 class folders \(n04355933, "):
-        make_himagenet(ilsvrc, out)
-    bad = ilsvrc / "ILSVRC/Data/CLS-LOC/train/n01/n01_1.JPEG"
-    bad.write_bytes(bad.read_bytes()[:300])
-    (ilsvrc / "ILSVRC/Annotations/CLS-LOC/train/n01/n01_1.xml").unlink()
-    with pytest.raises(DataError, match=r"n01_1\.JPEG cannot be read as an image"):
-        make_himagenet(ilsvrc, out, classes=("n01",))
-    assert make_himagenet(ilsvrc, out, classes=("n01",), on_error="skip").skipped == 1
-    (ilsvrc / "ILSVRC/Annotations/CLS-LOC/train/n01/n01_0.xml").write_text("<annotation>")
-    with pytest.raises(DataError, match=r"n01_0\.xml is no annotation of bounding boxes"):
-        make_himagenet(ilsvrc, out, classes=("n01",))
-    with pytest.raises(ValueError, match="'stop' or 'skip'"):
-        make_himagenet(ilsvrc, out, on_error="go")

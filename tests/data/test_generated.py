@@ -111,7 +111,7 @@ def test_one_seed_repeats_and_two_differ(kind):
 
 @pytest.mark.parametrize("kind", [MultiMNIST, DiverseMultiMNIST, GeneratedAffNIST])
 def test_options_travel_with_the_split(kind):
-    options = {} if kind is GeneratedAffNIST else {"shift": 2, "pad": 3}
+    options = {} if kind is GeneratedAffNIST else {"shift": 2, "pad": 3, "base_shift": "digit", "different": "image"}
     if kind is DiverseMultiMNIST:
         options["overlay"] = "mean"
     split = kind(base(), 777, seed=9, **options)
@@ -168,6 +168,44 @@ def test_multimnist_labels():
         expected = share * partners.sum()
         assert partners[own] == 0
         assert ((partners - expected).abs() <= 5 * expected.sqrt()).all()
+
+
+def test_pairs_of_different_images_may_be_of_one_class():
+    single = base(500)
+    split = MultiMNIST(single, different="image")
+    indices = torch.arange(0, 500_000, 7)
+    pairs, labels = split._pairs(indices), split.gather(indices, targets=False).labels
+    assert torch.equal(pairs[:, 0], indices // 1000)
+    assert (pairs[:, 0] != pairs[:, 1]).all()
+    assert torch.equal(labels, single.labels[pairs])
+    counts = torch.bincount(single.labels, minlength=10).double()
+    share = float((counts * (counts - 1)).sum() / (500 * 499))
+    alike = (labels[:, 0] == labels[:, 1]).double()
+    assert abs(alike.mean() - share) < 5 * alike.std() / math.sqrt(len(alike))
+    every = MultiMNIST(base(40), 400_000, different="image")._pairs(torch.arange(30_000, 40_000))  # digit 3's
+    counts = torch.bincount(every[:, 1], minlength=40)
+    assert counts[3] == 0
+    expected = 10_000 / 39
+    assert ((counts[torch.arange(40) != 3] - expected).abs() < 5 * math.sqrt(expected)).all()
+    one = MultiMNIST(base(20, classes=1), different="image")[0]
+    assert one.label.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="different='digit' is not known"):
+        MultiMNIST(single, different="digit")
+
+
+def test_one_base_shift_for_a_digit():
+    split, free = (MultiMNIST(base(2000), shift=1, base_shift=word, seed=3) for word in ("digit", "image"))
+    shifts = split._shifts(torch.arange(0, 2_000_000, 10)).view(2000, 100, 2, 2)
+    assert (shifts[:, :, 0] == shifts[:, :1, 0]).all()
+    counts = torch.bincount(((shifts[:, 0, 0] + 1) * torch.tensor([3, 1])).sum(1), minlength=9)
+    assert ((counts - 2000 / 9).abs() < 5 * math.sqrt(2000 / 9)).all()
+    indices = torch.arange(500)
+    assert torch.equal(split._shifts(indices)[:, 1], free._shifts(indices)[:, 1])
+    assert len(free._shifts(indices)[:, 0].unique(dim=0)) == 9
+    targets = split.gather(indices).targets
+    assert (targets[:, 0] == targets[:1, 0]).all()
+    with pytest.raises(ValueError, match="base_shift='pair' is not known"):
+        MultiMNIST(base(), base_shift="pair")
 
 
 def test_every_digit_of_another_class_can_be_a_partner():
@@ -328,6 +366,9 @@ def test_bases_that_cannot_serve_are_refused():
         MultiMNIST(base(), 0)
     with pytest.raises(ValueError, match="cannot be negative"):
         MultiMNIST(base(), shift=-1)
+    with pytest.raises(ValueError, match="shift=32 moves digits of 28 x 28 off a canvas with pad=4"):
+        MultiMNIST(base(), shift=32)
+    assert not hasattr(MultiMNIST(base()), "labels"), "the base's labels are not the split's"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from torchcaps.data.augment import apply, flip, normalise, standardise
+from torchcaps.data.augment import Step, apply, flip, normalise, standardise
 from torchcaps.data.protocols import (
     PAPERS,
     bind,
@@ -90,6 +90,25 @@ def bound(protocol, images):
         None if steps is None else bind(steps, split, split)
         for steps in (protocol.train, protocol.test, protocol.crops)
     ]
+
+
+def test_multimnist_of_the_released_code():
+    assert dict(find("sabour2017-official", "multimnist").options) == {"shift": 6, "base_shift": "digit"}
+    assert dict(find("mazzia2021-official", "multimnist").options) == {"shift": 6, "different": "image"}
+    assert any("of one class" in note for note in find("mazzia2021-official", "multimnist").notes)
+    for paper in ("sabour2017", "mazzia2021"):
+        assert dict(find(paper, "multimnist").options) == {"shift": 4}
+    assert protocol_names("multimnist_shift6") == ["sabour2017-official", "mazzia2021-official"]
+
+
+def test_their_own_steps_are_steps():
+    assert isinstance(standardise_split(), Step)
+    assert isinstance(standardised_crops(32), Step)
+    assert (standardised_crops.random, standardised_crops.geometric, standardise_split.geometric) == (
+        False,
+        True,
+        False,
+    )
 
 
 def test_the_table_is_complete():

@@ -74,7 +74,7 @@ def smallnorb_files(folder):
     for part, instances in (("train", (4, 6, 7, 8, 9)), ("test", (0, 1, 2, 3, 5))):
         rows = norb_rows(instances)
         pairs = np.zeros((len(rows), 2, 96, 96), np.uint8)
-        pairs[:, 0], pairs[:, 1] = np.arange(len(rows))[:, None, None], 30
+        pairs[:, 0], pairs[:, 1] = np.arange(len(rows))[:, None, None], np.arange(len(rows))[:, None, None] % 7
         head = norb(pairs[:0].reshape(0, 2, 96, 96), 0x1E3D4C55, "B")
         dat = head[:8] + np.int32(len(rows)).tobytes() + head[12:] + pairs.tobytes()
         files[f"{part}_dat"] = write(folder, f"{part}-dat", dat)
@@ -228,9 +228,36 @@ def test_multimnist_variants(asked):
     assert (paper.test.shift, relative.test.shift, six.test.shift) == (4, 4, 6)
     assert (paper.test.relative, relative.test.relative, six.test.relative) == (False, True, False)
     assert six.name == "multimnist_shift6"
-    assert load("multimnist", protocol="mazzia2021-official").test.shift == 6
+    official = load("multimnist", protocol="mazzia2021-official")
+    assert official.test.shift == 6
+    assert (official.train.different, official.test.different) == ("image", "class")
+    assert load("multimnist", protocol="mazzia2021").train.different == "class"
+    sabour = load("multimnist_shift6", protocol="sabour2017-official")
+    assert (sabour.train.shift, sabour.train.base_shift, sabour.test.base_shift) == (6, "digit", "digit")
+    assert sabour.protocol.data == sabour.name == "multimnist_shift6"
+    with pytest.raises(ValueError, match=r"sabour2017 shifts by 4 .* has sabour2017-official, mazzia2021-official"):
+        load("multimnist_shift6", protocol="sabour2017")
+    with pytest.raises(ValueError, match=r"tsai2020 has no protocol for multimnist_shift6; .* has sabour2017-official"):
+        load("multimnist_shift6", protocol="tsai2020-official")
+    with pytest.raises(ValueError, match="shift=40 moves digits of 28 x 28 off a canvas with pad=4"):
+        load("multimnist", shift=40)
     assert load("multimnist", protocol="mazzia2021").test.shift == 4
     assert len(load("multimnist", per_digit=3).train) == 360
+
+
+@pytest.mark.parametrize("name", ["multimnist", "multimnist_relative", "diverse_multimnist", "affnist_generated"])
+def test_draw_seed_draws_other_images(asked, name):
+    usual, again, other = (load(name, validation=30, **options) for options in ({}, {"draw_seed": 0}, {"draw_seed": 1}))
+    indices = torch.arange(0, 600, 7)
+    images = [[split.test.gather(indices).images for split in (usual, again, other)]]
+    if name != "affnist_generated":
+        images.append([split.train.gather(indices).images for split in (usual, again, other)])
+        assert {split.seed for data in (usual, other) for split in data.splits().values()} == set(range(6))
+    for first, second, third in images:
+        assert torch.equal(first, second)
+        assert not (first == third).all((1, 2, 3)).all()
+    with pytest.raises(ValueError, match="draw_seed=-1 is no whole number from 0 on"):
+        load(name, draw_seed=-1)
 
 
 def test_smallnorb_is_held_out_by_toy(asked):
@@ -362,6 +389,15 @@ def test_names_and_options_that_do_not_exist(asked):
         load("minst")
     with pytest.raises(ValueError, match="there are mnist, fashion_mnist"):
         load("galaxies")
+    with pytest.raises(ValueError, match="there is no data set None; there are mnist"):
+        load(None)
+    for validation in (float("nan"), [5], {}):
+        with pytest.raises(ValueError, match=r"validation=\S+ is no number of images, no fraction and no rule"):
+            load("mnist", validation=validation)
+    with pytest.raises(ValueError, match="validation=inf is neither"):
+        load("mnist", validation=float("inf"))
+    with pytest.raises(DataError, match="folder needs path=, or --path in a shell"):
+        load("folder")
     with pytest.raises(ValueError, match="mnist has no option 'viewpoint'; it has none"):
         load("mnist", viewpoint="azimuth")
     with pytest.raises(ValueError, match="svhn has no option 'extras'; it has extra"):

@@ -52,6 +52,9 @@ class shift(Step, random=True, geometric=True):
 
     pixels: int
 
+    def __post_init__(self) -> None:
+        _check(self, self.pixels >= 0, "no shift is negative")
+
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         amount = _need(self, draws).integers(-self.pixels, self.pixels + 1, 2)
         return _move(images, amount[:, 0], amount[:, 1])
@@ -96,6 +99,9 @@ class random_crop(Step, random=True, geometric=True):
     size: int
     padding: int = 0
 
+    def __post_init__(self) -> None:
+        _check(self, self.size > 0 and self.padding >= 0, "a crop has at least one pixel, and no padding is negative")
+
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         rows, columns = _room(self, images, self.size, self.padding)
         draws = _need(self, draws)
@@ -109,6 +115,9 @@ class centre_crop(Step, geometric=True):
     """The window of `size` in the middle; an odd row or column is left at the bottom or right."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        _check(self, self.size > 0, "a crop has at least one pixel")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         rows, columns = _room(self, images, self.size)
@@ -130,6 +139,9 @@ class pad(Step, geometric=True):
 
     pixels: int
 
+    def __post_init__(self) -> None:
+        _check(self, self.pixels >= 0, "no padding is negative")
+
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         return F.pad(images, (self.pixels,) * 4)
 
@@ -139,6 +151,9 @@ class resize(Step, geometric=True):
     """To size x size, bilinear; where it shrinks, the triangle widens so that nothing is skipped."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        _check(self, self.size > 0, "an image has at least one pixel")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         return F.interpolate(images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True)
@@ -160,6 +175,10 @@ class normalise(Step):
 
     mean: float | tuple[float, ...]
     std: float | tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        stds = (self.std,) if isinstance(self.std, (int, float)) else self.std
+        _check(self, all(std > 0 for std in stds), "a deviation is above 0")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         channels = images.shape[1]
@@ -183,6 +202,9 @@ class brightness(Step, random=True):
 
     delta: float
 
+    def __post_init__(self) -> None:
+        _check(self, self.delta >= 0, "delta is not negative")
+
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         return images + _per_image(_between(_need(self, draws), -self.delta, self.delta).to(images.dtype))
 
@@ -193,6 +215,9 @@ class contrast(Step, random=True):
 
     low: float
     high: float
+
+    def __post_init__(self) -> None:
+        _check(self, 0 <= self.low <= self.high, "it runs from low to high, and neither is negative")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         mean = _mean(images, (2, 3))
@@ -213,8 +238,8 @@ class colour_jitter(Step, random=True):
     hue: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.brightness, self.contrast, self.saturation, self.hue) < 0 or self.hue > 0.5:
-            raise ValueError(f"{self} is out of range: no amount is negative, and hue is at most 0.5")
+        least = min(self.brightness, self.contrast, self.saturation, self.hue)
+        _check(self, least >= 0 and self.hue <= 0.5, "no amount is negative, and hue is at most 0.5")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         draws = _need(self, draws)
@@ -244,6 +269,9 @@ class ten_crop(Step, geometric=True):
 
     size: int
 
+    def __post_init__(self) -> None:
+        _check(self, self.size > 0, "a crop has at least one pixel")
+
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         rows, columns = _room(self, images, self.size)
         corners = [(0, 0), (0, columns), (rows, 0), (rows, columns), (rows // 2, columns // 2)]
@@ -262,6 +290,9 @@ class n_crop(Step, geometric=True):
 
     size: int
     n: int = 13
+
+    def __post_init__(self) -> None:
+        _check(self, self.size > 0 and self.n > 0, "there is at least one crop, of at least one pixel")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         rows, columns = _room(self, images, self.size)
@@ -371,6 +402,11 @@ def _need(step: Any, draws: Draws | None) -> Draws:
     if draws is None:
         raise ValueError(f"{step} is random and needs draws, but was given none")
     return draws
+
+
+def _check(step: Any, fits: bool, rule: str) -> None:
+    if not fits:
+        raise ValueError(f"{step} is out of range: {rule}")
 
 
 def _check_fill(fill: str) -> None:

@@ -103,7 +103,8 @@ class Batches:
     Args:
         split: images as uint8, stored or generated; `batches_for` also takes a split that streams.
         batch_size: of the global batch, shared by all ranks (see Order).
-        transform: steps of torchcaps.data.augment, applied in order to images in [0, 1].
+        transform: steps of torchcaps.data.augment, applied in order to images in [0, 1]. Where the split has targets,
+            the same is done to them, so no step may be random or move pixels.
         shuffle: False for evaluation: each image once, as they stand.
         drop_last: leave out a last batch that is not full, as training on several ranks wants it.
         device: moves the split there first.
@@ -164,11 +165,15 @@ class Batches:
             epoch, start = epoch + 1, 0
 
     def _finish(self, batch: Batch, epoch: int, positions: Tensor) -> Batch:
-        moving = [step for step in self.transform if step.geometric]
-        if batch.targets is not None and moving:
-            raise ValueError(f"{moving[0]} would part the images from their targets; leave it out for this set")
-        images = apply(self.transform, as_float(batch.images), Draws(self.order.seed, epoch, positions))
-        return Batch(images, batch.labels, None if batch.targets is None else as_float(batch.targets))
+        draws = Draws(self.order.seed, epoch, positions)
+        if batch.targets is None:
+            return Batch(apply(self.transform, as_float(batch.images), draws), batch.labels)
+        for step in self.transform:
+            if getattr(step, "geometric", False) or getattr(step, "random", False):
+                raise ValueError(f"{step} would part the images from their targets; leave it out for this set")
+        images = apply(self.transform, as_float(batch.images), draws)
+        targets = apply(self.transform, as_float(batch.targets.flatten(0, 1)))
+        return Batch(images, batch.labels, targets.unflatten(0, batch.targets.shape[:2]))
 
 
 def as_float(images: Tensor) -> Tensor:

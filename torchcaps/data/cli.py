@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchcaps.data import fetch
 from torchcaps.data.catalog import CATALOG, Entry, find
@@ -104,6 +104,7 @@ def show(
     columns: int = 12,
     protocol: str = "",
     path: str = "",
+    on_error: Literal["stop", "skip"] = "stop",
     seed: int = 0,
     root: str = "",
     offline: bool = False,
@@ -118,6 +119,7 @@ def show(
         columns: of the sheet.
         protocol: show images as this paper's protocol hands them to the network, augmented and normalised.
         path: of your own images, for folder and himagenet.
+        on_error: stop at a file of theirs that is no still image, or skip it.
         seed: of the augmentation.
         root: the cache folder, if not TORCHCAPS_DATA or the usual one.
         offline: send nothing over the network.
@@ -128,12 +130,13 @@ def show(
     if rows < 1 or columns < 1:
         raise DataError(f"a sheet has at least one row and one column, not {rows} and {columns}")
     options: dict[str, Any] = {"path": path} if path else {}
+    options |= {"on_error": on_error} if on_error != "stop" else {}
     data = load(name, root=root or None, offline=offline, protocol=protocol or None, **options)
     parts = {part: getattr(data, part) for part in ("train", "test", "validation")}
     if parts.get(split) is None:
         there = ", ".join(part for part, of in parts.items() if of is not None)
         raise DataError(f"{name} has no split {split!r}; it has {there}")
-    images, labels = _sample(parts[split], rows * columns)
+    images, labels = _sample(parts[split], rows * columns, on_error)
     if protocol:
         steps = data.train_transform if split == "train" else data.test_transform
         images = _transformed(images, steps, seed)
@@ -145,21 +148,31 @@ def show(
     return 0
 
 
-def make(what: str, *, source: str, out: str = "", root: str = "") -> int:
+def make(
+    what: str,
+    *,
+    source: str,
+    out: str = "",
+    size: int = 0,
+    on_error: Literal["stop", "skip"] = "stop",
+    root: str = "",
+) -> int:
     """Make a data set that cannot be downloaded: himagenet, from your own copy of ILSVRC 2012.
 
     Args:
         what: himagenet.
         source: the ILSVRC folder.
         out: the folder to write, if not himagenet in the cache folder, where it is looked for.
+        size: what the shorter side of larger objects is scaled down to, such as 156 or 256; 0 leaves it.
+        on_error: stop at a file that is no still image, or skip and count it.
         root: the cache folder, if not TORCHCAPS_DATA or the usual one.
     """
-    from torchcaps.data.folder import make_himagenet
+    from torchcaps.data.himagenet import make_himagenet
 
     if what != "himagenet":
         raise DataError(f"only himagenet is made from a folder, not {what!r}")
     target = Path(out).expanduser() if out else fetch.cache_folder(root or None) / what
-    made = make_himagenet(Path(source).expanduser(), target)
+    made = make_himagenet(Path(source).expanduser(), target, size=size or None, on_error=on_error)
     counts = ", ".join(f"{count:,} {word}" for word, count in vars(made).items())
     _console().print(f"{what} in {target}: {counts}")
     return 0
@@ -207,10 +220,18 @@ def _bytes(number: int) -> str:
     return f"{number} bytes"
 
 
-def _sample(split: Any, number: int) -> tuple[list[Any], list[list[int]]]:
+def _sample(split: Any, number: int, on_error: str) -> tuple[list[Any], list[list[int]]]:
     """Examples spread evenly over a split, which may have millions or few."""
     number = min(number, len(split))
-    examples = [split[position * len(split) // number] for position in range(number)]
+    examples = []
+    for position in range(number):
+        try:
+            examples.append(split[position * len(split) // number])
+        except DataError:  # a streamed file that is damaged behind its header
+            if on_error != "skip":
+                raise
+    if not examples:
+        raise DataError("none of the images that the sheet would show can be read; choose on_error=stop to see why")
     return [example.image for example in examples], [example.label.reshape(-1).tolist() for example in examples]
 
 

@@ -10,13 +10,14 @@ import queue
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchcaps.data.errors import Unavailable, writing
+from torchcaps.data.errors import IN_CACHE, Unavailable, is_web_page, writing
 
 PATIENCE = 6.0  # seconds without a single byte
 CHUNK = 1 << 18
@@ -69,11 +70,11 @@ def _write(transfer: _Transfer, part: Path, start: int, total: int | None, advan
     if not start and is_web_page(chunk):
         raise Unavailable(f"{transfer.address} answered with a web page")
     done = start
-    with writing(part):
+    with writing(part, IN_CACHE):
         file = part.open("ab" if start else "wb")
     try:
         while chunk:
-            with writing(part):
+            with writing(part, IN_CACHE):
                 file.write(chunk)
             done += len(chunk)
             if advance:
@@ -82,13 +83,25 @@ def _write(transfer: _Transfer, part: Path, start: int, total: int | None, advan
                 break
             chunk = transfer.chunk()
     finally:
-        with writing(part):
+        with writing(part, IN_CACHE):
             file.close()
     return done
 
 
-def is_web_page(start: bytes) -> bool:
-    return start[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html", b"<head"))
+@contextmanager
+def progress_bar(label: str) -> Iterator[Advance | None]:
+    """On stderr, and on a terminal only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class _Transfer:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchcaps.data.random import hashed
 from torchcaps.data.splits import Batch, Example, Stored
 
-PARTNER, SHIFTS, SINGLE, SHAPE, ROW, COLUMN = range(0xD161, 0xD167)  # streams of `hashed`
+PARTNER, SHIFTS, SINGLE, SHAPE, ROW, COLUMN, BASE = range(0xD161, 0xD168)  # streams of `hashed`
 ONE = 1 << 16  # fixed point: 16 bits behind the point
 STEPS = 4001  # values that an angle, a scale or a shear can take; the angles are 0.01 degrees apart
 
@@ -79,6 +79,10 @@ class MultiMNIST(Generated):
     Args:
         base: a set of single digits; a training and a test set are made from different ones.
         length: 1000 images for each digit of the base unless told otherwise.
+        different: "class", or "image" for a partner that is any other digit of the base (Efficient-CapsNet's released
+            code trains so). A tenth of the pairs are then of one class, and both their labels are equal.
+        base_shift: "image" draws a shift of the first digit for each image, "digit" one for all images of that digit
+            (Sabour's released code).
 
     Shapes: indices [b] -> images [b, c, h, w], labels [b, 2], targets [b, 2, c, h, w]
     """
@@ -91,29 +95,40 @@ class MultiMNIST(Generated):
         shift: int = 4,
         pad: int = 4,
         relative: bool = False,
+        different: str = "class",
+        base_shift: str = "image",
         seed: int = 0,
     ):
         length = 1000 * len(base) if length is None else length
-        super().__init__(base, length, shift=shift, pad=pad, relative=relative, seed=seed)
+        options: dict[str, Any] = dict(relative=relative, different=different, base_shift=base_shift, seed=seed)
+        super().__init__(base, length, shift=shift, pad=pad, **options)
+        channels, height, width = base.image
         if min(shift, pad) < 0:
             raise ValueError(f"shift={shift} and pad={pad} cannot be negative")
+        if shift >= min(height, width) + pad:
+            raise ValueError(f"shift={shift} moves digits of {height} x {width} off a canvas with pad={pad}; lower it")
+        if different not in ("class", "image"):
+            raise ValueError(f"different={different!r} is not known; it is class or image")
+        if base_shift not in ("image", "digit"):
+            raise ValueError(f"base_shift={base_shift!r} is not known; it is image or digit")
         self.shift, self.pad, self.relative, self.seed = shift, pad, relative, seed
-        channels, height, width = base.image
+        self.different, self.base_shift = different, base_shift
         self.image = (channels, height + 2 * pad, width + 2 * pad)
         self._sort(base.labels)
         self._lay_out(base.images.view(len(base), *base.image))
 
     def _sort(self, labels: Tensor) -> None:
-        """Digits by class: the partners of a digit are all places of `order` but its own class's block."""
+        """The partners of a digit are all places of `order` but its block: its class, or itself alone."""
         if labels.dim() != 1:
             raise ValueError(f"a base has one label for each image, not {list(labels.shape)}")
-        order = labels.argsort(stable=True)
-        counts = torch.bincount(labels, minlength=self.classes)
+        kind = labels if self.different == "class" else torch.arange(len(labels), device=labels.device)
+        order = kind.argsort(stable=True)
+        counts = torch.bincount(kind, minlength=self.classes)
         if len(counts.nonzero()) < 2:
-            raise ValueError("all digits of the base are of one class, and two of different classes are needed")
-        self.order, self.own = order, counts[labels]
-        self.start = (counts.cumsum(0) - counts)[labels]
-        self.labels = F.pad(labels, (0, 1), value=-1)  # one more for no digit at all
+            raise ValueError(f"all digits of the base are of one {self.different}, and two different ones are needed")
+        self.order, self.own = order, counts[kind]
+        self.start = (counts.cumsum(0) - counts)[kind]
+        self.digit_labels = F.pad(labels, (0, 1), value=-1)  # one more for no digit at all
 
     def _lay_out(self, digits: Tensor) -> None:
         """All digits in one strip of memory, zeros between rows and between digits, so that any window is a view of it.
@@ -140,7 +155,7 @@ class MultiMNIST(Generated):
         windows = self.windows[start] if start.is_cuda else self.windows.index_select(0, start.flatten())
         windows = windows.view(-1, 2, *self.image)
         images = self._overlay(windows[:, 0], windows[:, 1], digits)
-        return Batch(images, self.labels[digits], windows if targets else None)
+        return Batch(images, self.digit_labels[digits], windows if targets else None)
 
     def _pairs(self, indices: Tensor) -> Tensor:
         digit = indices // self.each
@@ -154,7 +169,12 @@ class MultiMNIST(Generated):
         draw = hashed(self.seed, SHIFTS, indices) % way**4
         shifts = torch.stack([draw // way**3, draw // way**2 % way, draw // way % way, draw % way], 1) - self.shift
         shifts = shifts.view(-1, 2, 2)
-        return F.pad(shifts[:, 1:], (0, 0, 1, 0)) if self.relative else shifts
+        if self.relative:
+            return F.pad(shifts[:, 1:], (0, 0, 1, 0))
+        if self.base_shift == "image":
+            return shifts
+        draw = hashed(self.seed, BASE, indices // self.each) % way**2
+        return torch.stack([torch.stack([draw // way, draw % way], 1) - self.shift, shifts[:, 1]], 1)
 
     def _overlay(self, first: Tensor, second: Tensor, digits: Tensor) -> Tensor:
         return first + torch.minimum(second, ~first)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from torchcaps.data.catalog import Package
 from torchcaps.data.download import Advance
-from torchcaps.data.errors import Unavailable
+from torchcaps.data.errors import IN_CACHE, Unavailable, disk_full
 
 PATIENCE = 60.0  # seconds in which a client may fetch nothing
+FULL = re.compile(r"ENOSPC|EDQUOT|Errno 28\b|no space left|disk quota exceeded|not enough space on", re.IGNORECASE)
 
 
 def fetch_package(package: Package, folder: Path, advance: Advance | None = None) -> dict[str, Path]:
@@ -98,7 +99,10 @@ def _run(command: list[str], folder: Path, advance: Advance | None) -> None:
                 process.wait()
         if process.returncode:
             log.seek(0)
-            raise Unavailable(f"{name}: {_complaint(log.read().decode(errors='replace')) or 'it failed'}")
+            said = log.read().decode(errors="replace")
+            if FULL.search(said):
+                raise disk_full(folder, IN_CACHE)
+            raise Unavailable(f"{name}: {_complaint(said) or 'it failed'}")
 
 
 def _size(folder: Path) -> int:
@@ -118,6 +122,8 @@ def _complaint(log: str) -> str:
     errors = [line for line in lines if line.lower().startswith(("error", "npm err"))]
     telling = [line for line in errors if not re.match(r"npm err\S* (code|syscall|errno|path)\b", line, re.IGNORECASE)]
     line = (telling or errors or lines or [""])[0]
+    if line == "ERROR: Exception:":  # of pip, with a traceback below that ends in what happened
+        line = lines[-1]
     for prefix in ("ERROR: ", "npm error ", "npm ERR! "):
         line = line.removeprefix(prefix)
     return line[:200].rstrip(". ")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchcaps.data.augment import (
+    Step,
     affine,
     apply,
     brightness,
@@ -47,6 +48,9 @@ LI_SIZES = {  # what images are enlarged to before they are cropped, by augmenta
     224: {"": 224, "+": 238, "++": 256},
 }
 SHIFT_SIX = "the paper shifts by up to 4 pixels, the released command by 6"
+ONE_SHIFT = "the released code draws one shift of the first digit for all its pairs, as here"
+PARTNERS = "its 1,000 partners of a digit are all different there; here a few come twice"
+SAME_CLASS = "the released code compares images, so a tenth of the training pairs are of one class, as here"
 FROM_TEST = "the released code picks the best epoch on the test set, as here"
 SAME_KIND = "the model is selected on affNIST's validation set, so on the kind of images it is tested on"
 SAME_DIGITS = "that validation set is made of digits which are trained on"
@@ -73,15 +77,13 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class standardise_split:
+class standardise_split(Step):
     """Each channel to mean 0 and deviation 1 over a whole split; `bind` puts the split's numbers in its place.
 
     `statistics` names the split they are taken from: "own", or "train" for all.
     """
 
     statistics: str = "own"
-    random: ClassVar[bool] = False
-    geometric: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.statistics not in ("own", "train"):
@@ -92,7 +94,7 @@ class standardise_split:
 
 
 @dataclass(frozen=True)
-class standardised_crops:
+class standardised_crops(Step, geometric=True):
     """`n_crop`, each crop standardised for itself.
 
     Shapes: images [b, c, h, w] -> [b, n, c, size, size]
@@ -100,8 +102,6 @@ class standardised_crops:
 
     size: int
     n: int = 13
-    random: ClassVar[bool] = False
-    geometric: ClassVar[bool] = True
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         crops = n_crop(self.size, self.n)(images)
@@ -148,7 +148,10 @@ def sabour2017(name: str, data: str, official: bool, *, crops: int = 13) -> Prot
     if data == "mnist":
         return Protocol(name, data, train=(shift(2),))
     if data == "multimnist":
-        return Protocol(name, data, options={"shift": 6 if official else 4}, notes=(SHIFT_SIX,))
+        if official:
+            options = {"shift": 6, "base_shift": "digit"}
+            return Protocol(name, data, options=options, notes=(SHIFT_SIX, ONE_SHIFT, PARTNERS))
+        return Protocol(name, data, options={"shift": 4}, notes=(SHIFT_SIX,))
     if data == "cifar10":
         return Protocol(
             name,
@@ -268,8 +271,8 @@ def mazzia2021(name: str, data: str, official: bool, *, crops: int = 13, statist
             name,
             data,
             validation="test" if official else 0.05,
-            options={"shift": 6 if official else 4},
-            notes=(SHIFT_SIX, *picked),
+            options={"shift": 6, "different": "image"} if official else {"shift": 4},
+            notes=(SHIFT_SIX, *((SAME_CLASS,) if official else ()), *picked),
             assumed=assumed,
         )
     even = standardise_split(statistics) if official else standardise()
@@ -302,8 +305,12 @@ def find(name: str, data: str, **options: Any) -> Protocol:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(protocol_names())}"
         raise ValueError(f"there is no protocol {name!r}; {hint}")
     make, sets = PAPERS[paper]
+    if data == "multimnist_shift6" and "multimnist" in sets:
+        if form != "official":
+            raise ValueError(f"{paper} shifts by 4 pixels; multimnist_shift6 has {', '.join(protocol_names(data))}")
+        return replace(find(name, "multimnist", **options), data=data)
     if data not in sets:
-        others = [other for other, (_, theirs) in PAPERS.items() if data in theirs]
+        others = [other for other in protocol_names(data) if other in PAPERS] or protocol_names(data)
         known = (
             f"{data} has {', '.join(others)}" if others else f"no paper here uses {data}, so name your own transforms"
         )
@@ -314,6 +321,8 @@ def find(name: str, data: str, **options: Any) -> Protocol:
 
 def protocol_names(data: str | None = None) -> list[str]:
     """All names, or those that a data set has."""
+    if data == "multimnist_shift6":
+        return [name for name in protocol_names("multimnist") if name.endswith("-official")]
     papers = [paper for paper, (_, sets) in PAPERS.items() if data is None or data in sets]
     return [name for paper in papers for name in (paper, f"{paper}-official")]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,22 @@ def load(
         root: the cache folder, if not the usual one.
         offline: never use the network.
         sources: where to look, in this order.
-        options: the set's own, such as viewpoint="azimuth" of smallnorb, and the protocol's, such as augmentation="+".
-            crops=13 tests on several crops of each image, where the protocol has them.
+        options: the set's own, such as viewpoint="azimuth" of smallnorb or draw_seed=1 of generated sets, which draws
+            other images than the usual ones, and the protocol's, such as augmentation="+". crops=13 tests on several
+            crops of each image, where the protocol has them.
     """
-    if name not in SETS:
-        near = get_close_matches(name, SETS, n=3, cutoff=0.5)
+    if not isinstance(name, str) or name not in SETS:
+        near = get_close_matches(name, SETS, n=3, cutoff=0.5) if isinstance(name, str) else []
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SETS)}"
         raise ValueError(f"there is no data set {name!r}; {hint}")
     crops = options.pop("crops", None)
     paper = None if protocol is None else _protocol(protocol, name, crops, options)
     if paper is None and crops is not None:
         raise ValueError(f"crops={crops} needs a protocol that says how {name} is cropped")
+    if not isinstance(validation, (Real, str, type(None))) or validation != validation:
+        raise ValueError(
+            f"validation={validation!r} is no number of images, no fraction and no rule such as 'first-10000'"
+        )
     rule = (0 if paper is None else paper.validation) if validation is None else validation
     if validation == "test":
         raise ValueError("the test set is no validation set; only the official protocols use it so, by their names")
@@ -228,18 +234,24 @@ def affnist(where: Where, *, training: str = "mnist40", disjoint: bool = False) 
     return replace(data, test=test, validation=held if own else data.validation)
 
 
-def affnist_generated(where: Where, *, training: str = "mnist40", disjoint: bool = False) -> DataSet:
+def affnist_generated(
+    where: Where, *, training: str = "mnist40", disjoint: bool = False, draw_seed: int = 0
+) -> DataSet:
     """As `affnist`, with the transforms drawn anew from MNIST, 32 for each digit."""
     from torchcaps.data.generated import GeneratedAffNIST
 
     _check_training(training)
     transformed = training == "affnist"
-    data = _trained_on(where, disjoint or transformed, GeneratedAffNIST if transformed else _on_canvas)
+
+    def make(base: Stored, seed: int) -> Any:
+        return GeneratedAffNIST(base, seed=_drawn(draw_seed, seed))
+
+    data = _trained_on(where, disjoint or transformed, make if transformed else _on_canvas)
     train, test = _mnist(where)
     if where.rule == "affnist":
         last = train.take(torch.arange(_affnist_digits(train), len(train)))
-        data = replace(data, validation=GeneratedAffNIST(last, seed=1))
-    return replace(data, test=GeneratedAffNIST(test, seed=2))
+        data = replace(data, validation=make(last, 1))
+    return replace(data, test=make(test, 2))
 
 
 def _trained_on(where: Where, disjoint: bool, make: Callable[..., Any]) -> DataSet:
@@ -272,26 +284,61 @@ def mnist40(where: Where) -> DataSet:
     return where.part(*_mnist(where), _on_canvas)
 
 
-def multimnist(where: Where, *, shift: int = 4, pad: int = 4, relative: bool = False, per_digit: int = 1000) -> DataSet:
-    """Two digits of different classes over each other, `per_digit` images for each digit: 60 and 10 million."""
+def multimnist(
+    where: Where,
+    *,
+    shift: int = 4,
+    pad: int = 4,
+    relative: bool = False,
+    per_digit: int = 1000,
+    different: str = "class",
+    base_shift: str = "image",
+    draw_seed: int = 0,
+) -> DataSet:
+    """Two digits of different classes over each other, `per_digit` images for each digit: 60 and 10 million.
+
+    different="image" lets training pairs be of one class; those of validation and test never are.
+    """
     from torchcaps.data.generated import MultiMNIST
 
     def make(base: Stored, seed: int) -> Any:
-        return MultiMNIST(base, per_digit * len(base), shift=shift, pad=pad, relative=relative, seed=seed)
+        return MultiMNIST(
+            base,
+            per_digit * len(base),
+            shift=shift,
+            pad=pad,
+            relative=relative,
+            different="class" if seed else different,
+            base_shift=base_shift,
+            seed=_drawn(draw_seed, seed),
+        )
 
     return where.part(*_mnist(where), make)
 
 
 def diverse_multimnist(
-    where: Where, *, train_length: int = 21_000_000, test_length: int = 10_000, overlay: str = "sum"
+    where: Where,
+    *,
+    train_length: int = 21_000_000,
+    test_length: int = 10_000,
+    overlay: str = "sum",
+    draw_seed: int = 0,
 ) -> DataSet:
     """One digit in a sixth of the images, two of different classes in the others."""
     from torchcaps.data.generated import DiverseMultiMNIST
 
     def make(base: Stored, seed: int) -> Any:
-        return DiverseMultiMNIST(base, test_length if seed else train_length, overlay=overlay, seed=seed)
+        length = test_length if seed else train_length
+        return DiverseMultiMNIST(base, length, overlay=overlay, seed=_drawn(draw_seed, seed))
 
     return where.part(*_mnist(where), make)
+
+
+def _drawn(draw_seed: int, part: int) -> int:
+    """The seed of part 0, 1 or 2: train, validation and test have one of their own, whatever `draw_seed` is."""
+    if type(draw_seed) is not int or draw_seed < 0:
+        raise ValueError(f"draw_seed={draw_seed!r} is no whole number from 0 on")
+    return 3 * draw_seed + part
 
 
 def digits(where: Where) -> DataSet:
@@ -308,23 +355,30 @@ def digits(where: Where) -> DataSet:
     return where.part(everything.take(rows[:start]), everything.take(rows[start:]))
 
 
-def folder(where: Where, *, path: str | os.PathLike[str], **options: Any) -> DataSet:
+def folder(where: Where, *, path: str | os.PathLike[str] | None = None, **options: Any) -> DataSet:
     """Images of one's own, see `torchcaps.data.folder.load_folder`."""
     from torchcaps.data.folder import load_folder
 
+    if path is None:
+        raise DataError(
+            "folder needs path=, or --path in a shell: the folder with your images, or a CSV that lists them"
+        )
     return _held(where, load_folder(path, seed=where.seed, **options), path)
 
 
 def himagenet(where: Where, *, path: str | os.PathLike[str] | None = None, **options: Any) -> DataSet:
     """The folder that `torchcaps data make himagenet` wrote: `path`, or himagenet in the cache folder."""
     from torchcaps.data.fetch import cache_folder
-    from torchcaps.data.folder import himagenet_classes, load_folder
+    from torchcaps.data.folder import load_folder
+    from torchcaps.data.himagenet import check_finished, himagenet_classes
 
     place = cache_folder(where.root) / "himagenet" if path is None else Path(path)
     if not place.is_dir():
         raise DataError(
             f"{place} is no folder; torchcaps data make himagenet --from FOLDER --out {place} makes it from ILSVRC"
         )
+    if "csv" not in options:
+        check_finished(place)
     options = {"classes": himagenet_classes(), "size": 156, **options}
     return _held(where, load_folder(place, seed=where.seed, **options), place)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcaps.data.errors import DataError, writing
+from torchcaps.data.errors import DataError, write_whole
 
 CELL = 72  # pixels that a picture is enlarged to at least
 GAP = 6
@@ -52,14 +51,8 @@ def draw_sheet(images: Sequence[Tensor], captions: Sequence[str], columns: int, 
 
 
 def save_sheet(sheet: Any, out: Path) -> None:
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        with writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            sheet.save(temporary, "PNG")
-            os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with write_whole(out, "choose another file with --out") as temporary:
+        sheet.save(temporary, "PNG")
 
 
 def _picture(image: Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ import logging
 import math
 from copy import copy
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -222,8 +223,9 @@ def by_viewpoint(split: Stored, word: str) -> tuple[Stored, Stored]:
 
 def count_of(validation: float, length: int) -> int:
     """How many of `length` images a number or a fraction stands for; some must be left to train on."""
-    count = round(validation * length) if isinstance(validation, float) else int(validation)
-    if isinstance(validation, bool) or not 0 < count < length or (isinstance(validation, float) and validation >= 1):
+    number = isinstance(validation, Integral) and not isinstance(validation, bool)
+    count = int(validation) if number else round(validation * length) if 0 < validation < 1 else 0
+    if not 0 < count < length:
         raise ValueError(
             f"validation={validation!r} is neither a fraction below 1 nor a number of images below {length}"
         )

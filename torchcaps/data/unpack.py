@@ -1,161 +1,131 @@
 """Files out of archives and packages. Every member's name is looked at, and only those wanted are written.
 
-They are written under temporary names of our own choosing and checked while they are; `commit` gives them their real
-names once the whole archive has been walked.
+They are written under temporary names of our own choosing, checked while they are, and get their real names together.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
-import os
 import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO
 
 import numpy as np
 
+from torchcaps.data.cache import CHUNK, Tally, check
 from torchcaps.data.catalog import Bundle, File
-from torchcaps.data.errors import DataError, Unavailable, writing
+from torchcaps.data.errors import IN_CACHE, DataError, Unavailable, write_whole, writing
 
-CHUNK = 1 << 20
+Members = Mapping[str, tuple[str, ...]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Unpacked:
-    """A file that is complete and has the right checksums, still under its temporary name."""
+    """A file that is there under its own name, with the right checksums."""
 
     file: File
-    temporary: Path
+    path: Path
     sha256: str
-
-    def commit(self) -> Path:
-        path = self.temporary.with_name(self.file.name)
-        with writing(path):
-            os.replace(self.temporary, path)
-        return path
 
 
 def unpack(bundle: Bundle, path: Path, files: Iterable[File], folder: Path) -> list[Unpacked]:
     """Writes those of `files` that the bundle at `path` holds into `folder`, or none of them."""
     wanted = {file.key: file for file in files}
-    made: list[Unpacked] = []
+    made: dict[str, Unpacked] = {}
+    with ExitStack() as names:
+        with _reading(bundle.name):
+            for keys, stream in _members(bundle, path, wanted):
+                for key, content in _convert(bundle, keys, stream, path):
+                    if key in wanted:
+                        temporary = names.enter_context(write_whole(folder / wanted[key].name, IN_CACHE))
+                        made[key] = _write(content, wanted[key], temporary, bundle.name)
+        for key in (key for keys in bundle.members.values() for key in keys if key in wanted):
+            if key not in made:
+                raise Unavailable(f"{bundle.name} does not hold {wanted[key].name}")
+    return list(made.values())
+
+
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
     try:
-        for keys, stream in _members(bundle, path, wanted):
-            for key, content in _convert(bundle, keys, stream, path):
-                if key in wanted:
-                    made.append(_write(content, wanted[key], folder, bundle.name))
+        yield
     except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError) as problem:
-        _discard(made)
-        raise Unavailable(f"{bundle.name} is cut short or damaged ({problem})") from None
-    except BaseException:
-        _discard(made)
-        raise
-    missing = [key for keys in bundle.members.values() for key in keys if key in wanted]
-    missing = [key for key in missing if key not in {unpacked.file.key for unpacked in made}]
-    if missing:
-        _discard(made)
-        raise Unavailable(f"{bundle.name} does not hold {wanted[missing[0]].name}")
-    return made
+        raise Unavailable(f"{source} is cut short or damaged ({problem})") from None
+    except OSError as problem:
+        raise Unavailable(f"{source} cannot be read ({problem.strerror or problem})") from None
 
 
-def _discard(made: list[Unpacked]) -> None:
-    for unpacked in made:
-        unpacked.temporary.unlink(missing_ok=True)
+def _chunks(content: IO[bytes], source: str) -> Iterator[bytes]:
+    while True:
+        with _reading(source):
+            chunk = content.read(CHUNK)
+        if not chunk:
+            return
+        yield chunk
 
 
-def check(file: File | Bundle, size: int, md5: str, sha256: str) -> str:
-    """What is wrong with a file of this size and these checksums, if anything is."""
-    expected = getattr(file, "size", None)
-    if expected is not None and size != expected:
-        return f"{file.name} has {size:,} bytes where {expected:,} are expected"
-    if not size:
-        return f"{file.name} is empty"
-    for kind, found in (("md5", md5), ("sha256", sha256)):
-        right = getattr(file, kind, None)
-        if right and found != right:
-            return f"{file.name} has the {kind.upper().replace('SHA', 'SHA-')} {found} where {right} is expected"
-    return ""
-
-
-def digests(path: Path) -> tuple[int, str, str]:
-    """Size, MD5 and SHA-256 of a file."""
-    md5, sha256, size = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            md5.update(chunk)
-            sha256.update(chunk)
-            size += len(chunk)
-    return size, md5.hexdigest(), sha256.hexdigest()
-
-
-def _write(content: IO[bytes], file: File, folder: Path, source: str) -> Unpacked:
-    temporary = folder / f".{file.name}.tmp"
-    md5, sha256, size = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
-    try:
-        with writing(temporary):
-            target = temporary.open("wb")
-        with target:
-            while chunk := content.read(CHUNK):
-                md5.update(chunk)
-                sha256.update(chunk)
-                size += len(chunk)
-                if file.size is not None and size > file.size:
-                    raise Unavailable(f"{file.name} in {source} is larger than the {file.size:,} bytes expected")
-                with writing(temporary):
-                    target.write(chunk)
-            with writing(temporary):
-                target.flush()
-        wrong = check(file, size, md5.hexdigest(), sha256.hexdigest())
-        if wrong:
-            raise Unavailable(f"in {source}, {wrong}")
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return Unpacked(file, temporary, sha256.hexdigest())
+def _write(content: IO[bytes], file: File, temporary: Path, source: str) -> Unpacked:
+    path, tally = temporary.with_name(file.name), Tally()
+    with writing(path, IN_CACHE), temporary.open("wb") as target:
+        for chunk in _chunks(content, source):
+            tally.add(chunk)
+            if file.size is not None and tally.size > file.size:
+                raise Unavailable(f"{file.name} in {source} is larger than the {file.size:,} bytes expected")
+            target.write(chunk)
+    wrong = check(file, tally)
+    if wrong:
+        raise Unavailable(f"in {source}, {wrong}")
+    return Unpacked(file, path, tally.sha256)
 
 
 def _members(bundle: Bundle, path: Path, wanted: Iterable[str]) -> Iterator[tuple[tuple[str, ...], IO[bytes]]]:
     members = {name: keys for name, keys in bundle.members.items() if any(key in wanted for key in keys)}
-
-    def keys_of(inside: str) -> tuple[str, ...]:
-        for name, keys in members.items():
-            if inside == name or inside.endswith(f"/{name}") or name.endswith(f"/{inside}"):
-                return keys
-        return ()
-
     if bundle.packing in ("plain", "gz"):
         with path.open("rb") as plain:
             opened: IO[bytes] = gzip.GzipFile(fileobj=plain) if bundle.packing == "gz" else plain  # type: ignore[assignment]
             yield from ((keys, opened) for keys in members.values())
     elif bundle.packing == "zip":
         with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                _refuse_escape(info.filename, bundle)
-            for info in archive.infolist():
-                if keys := keys_of(info.filename):
-                    with archive.open(info) as stream:
-                        yield keys, stream
+            names = archive.namelist()
+            _refuse_escapes(names, bundle)
+            for name, keys in _choose(names, members, bundle).items():
+                with archive.open(name) as stream:
+                    yield keys, stream
     else:
         with tarfile.open(path) as tar:
-            for member in tar:
-                _refuse_escape(member.name, bundle)
-                if member.islnk() or member.issym():
-                    _refuse_escape(member.linkname, bundle)
-                if member.isfile() and (keys := keys_of(member.name)):
-                    content = tar.extractfile(member)
-                    if content is not None:
-                        yield keys, content
+            everything = tar.getmembers()
+            _refuse_escapes([member.name for member in everything], bundle)
+            _refuse_escapes([member.linkname for member in everything if member.islnk() or member.issym()], bundle)
+            files = [member for member in everything if member.isfile()]
+            chosen = _choose([member.name for member in files], members, bundle)
+            for member in files:
+                content = tar.extractfile(member) if member.name in chosen else None
+                if content is not None:
+                    yield chosen[member.name], content
 
 
-def _refuse_escape(name: str, bundle: Bundle) -> None:
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
+def _choose(names: Sequence[str], members: Members, bundle: Bundle) -> Members:
+    """Which names inside to take: the one expected, or if it is not there, the same one in or out of some folder."""
+    chosen = {}
+    for name, keys in members.items():
+        found = [inside for inside in names if inside == name]
+        found = found or [inside for inside in names if inside.endswith(f"/{name}") or name.endswith(f"/{inside}")]
+        if len(found) > 1:
+            raise Unavailable(f"{bundle.name} holds both {found[0]} and {found[1]} where one {name} is expected")
+        if found:
+            chosen[found[0]] = keys
+    return chosen
+
+
+def _refuse_escapes(names: Iterable[str], bundle: Bundle) -> None:
+    for name, path in ((name, kind(name)) for name in names for kind in (PurePosixPath, PureWindowsPath)):
         if path.is_absolute() or path.drive or path.root or ".." in path.parts:
             raise Unavailable(f"{bundle.name} holds {name!r}, which points outside of it: it was not unpacked")
 
