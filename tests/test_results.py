@@ -1,0 +1,366 @@
+"""Lines that survive, and tables made from them."""
+
+import errno
+import html
+import json
+import math
+import os
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchcaps import recipes, results
+from torchcaps.data import load
+from torchcaps.data.generated import MultiMNIST
+from torchcaps.evaluate import Predictions, figures
+from torchcaps.recipes import Recipe
+from torchcaps.results import (
+    BEGIN,
+    END,
+    Result,
+    append,
+    checksums,
+    from_line,
+    read,
+    readme_disagreement,
+    render,
+    render_readme_section,
+    update_readme,
+)
+
+BASE = Recipe(
+    "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
+)
+FIRST = SimpleNamespace(
+    __name__="fakes.first_table1",
+    TITLE="First 2017, table 1: test error (%)",
+    ROWS={"three": BASE, "one": replace(BASE, reported="0.29", note="trained | for <long>")},
+    CITED={"Others, 2016": "0.31"},
+)
+SECOND = SimpleNamespace(
+    __name__="fakes.second_table2",
+    TITLE="Second <2020> & others: accuracy_*",
+    ROWS={
+        "alone": Recipe("a", "b", metric="accuracy", epochs=5, select="best", reported="95.14"),
+        "pair": Recipe("a", "b", metric="ensemble_accuracy", epochs=5, seeds=2, reported="96.0"),
+        "curve": Recipe("a", "b", metric="loss", epochs=5),
+    },
+)
+
+
+def result(row="three", error=0.0025, seed=0, table="first_table1", recipe=BASE, **values):
+    test = {"error": error, "accuracy": 1 - error, "standard_error": 0.0005}
+    known = {"epochs": recipe.epochs, "planned": recipe.epochs, "recipe": recipe.to_dict()}
+    return Result(**{"table": table, "row": row, "seed": seed, "test": test, **known, **values})
+
+
+FIRST_RESULTS = [
+    result(seed=0, error=0.0024, dirty=True, commit="abcdef012345"),
+    result(seed=1, error=0.0028, finished="2026-01-02"),
+    result(seed=1, error=0.5, finished="2026-01-01"),
+    result(seed=0, error=0.0044, epochs=3),
+    result(seed=0, error=0.0055, recipe=replace(BASE, lr=0.5, model_args={"iterations": 1}), test_reads=2),
+    result("gone"),
+]
+alone, pair, curve = SECOND.ROWS.values()
+SECOND_RESULTS = [
+    result("alone", 0.06, 0, "second_table2", alone, selected="best", epoch=3, test_last={"accuracy": 0.93}),
+    result("alone", 0.05, 1, "second_table2", alone, selected="best", epoch=5, test_last={"accuracy": 0.92}),
+    result("pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1")),
+    result("pair", 0.05, 0, "second_table2", pair),
+    result("curve", 0.05, 0, "second_table2", curve, curves={"loss": [0.5, 0.125]}),
+]
+
+FIRST_TEXT = """\
+First 2017, table 1: test error (%)
+
+row                                        metric          paper           ours  n  standard error  epoch
+-----------------------------------------------------------------------------------------------------------------
+three (1) (2)                              error %  0.25 ± 0.005  0.260 ± 0.028  2            0.05  last 10 of 10
+  3 of 10 epochs                                                          0.440  1            0.05  last 3 of 10
+  lr = 0.5, model_args.iterations = 1 (3)                                 0.550  1            0.05  last 10 of 10
+one (1) (4)                                error %          0.29        not run
+Others, 2016                                                0.31          cited
+
+(1) assumed: lr = 0.001, schedule_args.decay, luck
+(2) run with changes that commit abcdef0 does not have
+(3) the test set was read more than once
+(4) trained | for <long>
+(5) there are results of rows that this table does not have: gone
+
+Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set.
+"""
+SECOND_MARKDOWN = """\
+### Second \\<2020\\> & others: accuracy\\_\\*
+
+| row | metric | paper | ours | n | standard error | epoch |
+| --- | --- | ---: | ---: | ---: | ---: | --- |
+| alone | accuracy % | 95.14 | 94.50 ± 0.71 | 2 | 0.05 | best 3 to 5 of 5, last 92.50 ± 0.71 |
+| pair (1) | ensemble accuracy % | 96.0 | 96.00 | 1 | 0.05 | last 5 of 5 |
+| with members alone |  |  | 95.00 | 1 | 0.05 | last 5 of 5 |
+| curve | loss |  | 0.125 | 1 |  | last 5 of 5 |
+
+1. members, chosen on validation: alone seed 0, alone seed 1
+
+Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set.
+"""
+
+
+def test_a_line_comes_back_as_it_went(tmp_path):
+    path = tmp_path / "new" / "mnist.jsonl"
+    probabilities = torch.rand(20, 4)
+    told = figures(Predictions(probabilities, probabilities, torch.randint(0, 4, (20,))))
+    mine = Result.now(
+        table="first_table1", row="three", recipe=BASE.to_dict(), seed=3, test=told, epochs=7, members=("a", "b"),
+        curves={"loss": [1.5, 0.5]}, seconds=12.5, device="cpu", data={"test": "00ff"}, energy=None,
+    )  # fmt: skip
+    append(path, mine)
+    append(path, replace(mine, seed=4))
+    assert read(path) == read(path.parent) == [mine, replace(mine, seed=4)]
+    assert mine.shortened
+    assert mine.test_reads == 1
+    line = json.loads(path.read_text().splitlines()[0])
+    assert line["shortened"] is True
+    assert {"python", "torch", "cpu"} <= line["environment"].keys()
+    assert recipes.from_dict(line["recipe"]) == BASE
+    assert read(tmp_path / "nowhere") == []
+
+
+def test_tensors_and_missing_numbers_become_plain():
+    line = json.loads(result(curves={"loss": torch.tensor([0.5, math.inf]), "error": [math.nan, 0.1]}).line())
+    assert line["curves"] == {"loss": [0.5, None], "error": [None, 0.1]}
+
+
+def test_planned_epochs_are_those_of_the_table():
+    name = recipes.names()[0]
+    table, _, row = name.partition(":")
+    recipe = recipes.find(name)
+    values = {"seed": 0, "test": {}, "epochs": 1, "recipe": replace(recipe, epochs=1).to_dict()}
+    assert Result.now(table=table, row=row, **values).planned == recipe.epochs
+    assert Result.now(table="", row="", **values).planned == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"table": "first', "cut short or no JSON"),
+        ("[1, 2]", "holds no fields"),
+        ("\udcff", "cut short or no JSON"),
+        ("[" * 100_000, "cut short or no JSON"),
+        ('{"table": "a", "row": "b"}', "no recipe and no seed"),
+        (result().line().replace('"seed": 0', '"seed": "0"'), 'its seed must be a whole number, got "0"'),
+        (result().line().replace('"seed": 0', '"seed": true'), "its seed must be a whole number, got true"),
+        (result().line().replace('"seed": 0', '"seed": NaN'), "NaN is no number"),
+        (result().line().replace('"test": {', '"test": null, "x": {'), "its test must be names with values"),
+    ],
+    ids=["cut", "list", "bytes", "deep", "few", "word", "bool", "nan", "null"],
+)
+def test_a_broken_line_is_named_and_nothing_changes(tmp_path, caplog, line, why):
+    path = tmp_path / "a.jsonl"
+    append(path, result(seed=1))
+    with path.open("ab") as file:
+        file.write(b"\n" + line.encode(errors="surrogateescape") + b"\n")
+    append(path, result(seed=2))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is broken: ") as caught:
+        read(tmp_path)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [each.seed for each in read(tmp_path, broken="skip")] == [1, 2]
+    assert "line 3 is broken" in caplog.text
+    assert path.read_bytes() == before
+    with pytest.raises(ValueError, match="'refuse' or 'skip'"):
+        read(tmp_path, broken="mend")
+
+
+def test_fields_of_a_newer_version_are_left_out():
+    line = result().line()
+    assert from_line(line[:-1] + ', "weather": "rain"}') == result()
+
+
+def test_a_line_cut_short_does_not_take_the_next_with_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"table": "fi')
+    append(path, result())
+    assert path.read_text().startswith('{"table": "fi\n{')
+    assert read(path, broken="skip") == [result()]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch, call):
+    path = tmp_path / "a.jsonl"
+    append(path, result())
+    before, write = path.read_bytes(), os.write
+
+    def full(descriptor, data=b""):
+        if call == "write" and len(data) > 50:
+            return write(descriptor, data[:50])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.os, call, full)
+        with pytest.raises(OSError, match="No space"):
+            append(path, result(seed=1))
+    assert path.read_bytes() == before
+    append(path, result(seed=1))
+    assert len(read(path)) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_four_processes_give_four_whole_lines(tmp_path, monkeypatch):
+    """They start at once and write in small pieces, so that without the lock the lines would mix."""
+    write, path = os.write, tmp_path / "all.jsonl"
+
+    def in_pieces(descriptor, data):
+        os.sched_yield()
+        return write(descriptor, data[:1000])
+
+    monkeypatch.setattr(results.os, "write", in_pieces)
+    gate, opener = os.pipe()
+    children = []
+    for seed in range(4):
+        children.append(os.fork())
+        if not children[-1]:
+            code = 1
+            try:
+                os.close(opener)
+                os.read(gate, 1)  # returns once the parent has closed its end
+                append(path, result(seed=seed, curves={"loss": [0.1] * 50_000}))
+                code = 0
+            finally:
+                os._exit(code)
+    os.close(opener)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    os.close(gate)
+    assert sorted(each.seed for each in read(path)) == [0, 1, 2, 3]
+    assert path.read_bytes().count(b"\n") == 4
+
+
+def test_outside_a_checkout_the_commit_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "PACKAGE", tmp_path)
+    assert results.source() == ("unknown", False)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "other").touch()
+    for words in (["init", "-q"], ["add", "other"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    assert results.source() == ("unknown", False)  # someone else's checkout, in which the package is installed
+    (tmp_path / "__init__.py").touch()
+    for words in (["add", "."], ["commit", "-qm", "second"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    commit, dirty = results.source()
+    assert len(commit) == 40
+    assert not dirty
+    (tmp_path / "routing.py").touch()
+    assert results.source() == (commit, True)
+    monkeypatch.setenv("PATH", "")
+    assert results.source() == ("unknown", False)
+
+
+def test_checksums_tell_data_apart():
+    data = load("digits", validation=0.1)
+    first = checksums(data.splits())
+    assert set(first) == {"train", "validation", "test"}
+    assert len(set(first.values())) == 3
+    assert first == checksums(load("digits", validation=0.1).splits())
+    data.test.images[0, 0, 0] += 1
+    assert checksums(data.splits())["test"] != first["test"]
+    made = [MultiMNIST(data.train, 50, seed=seed) for seed in (0, 0, 1)]
+    sums = [checksums({"a": split})["a"] for split in made]
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_streamed_images_are_told_apart_by_name_and_size_wherever_they_lie(tmp_path):
+    def split(folder):
+        paths = [folder / "a" / "1.png", folder / "b" / "2.png"]
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"12")
+        return paths
+
+    def summed(paths):
+        labels = torch.tensor([0, 1])
+        made = SimpleNamespace(paths=paths, labels=labels, class_names=("a", "b"), image=(1, 2, 2), __len__=None)
+        made = type("Split", (SimpleNamespace,), {"__len__": lambda self: 2})(**vars(made))
+        return checksums({"test": made})["test"]
+
+    first, second = split(tmp_path / "x"), split(tmp_path / "y")
+    assert summed(first) == summed(second)
+    second[0].write_bytes(b"123")
+    assert summed(first) != summed(second)
+
+
+def test_the_text_of_a_table():
+    assert render(FIRST, FIRST_RESULTS) == FIRST_TEXT
+
+
+def test_the_markdown_of_a_table():
+    assert render(SECOND, SECOND_RESULTS, "markdown") == SECOND_MARKDOWN
+    assert "trained \\| for \\<long\\>" in render(FIRST, [], "markdown")
+
+
+def test_html_is_escaped():
+    page = render(SECOND, SECOND_RESULTS, "html")
+    assert "<caption>Second &lt;2020&gt; &amp; others: accuracy_*</caption>" in page
+    assert '<td class="number">94.50 ± 0.71</td>' in page
+    evil = SimpleNamespace(
+        __name__="evil", TITLE="<script>", ROWS={"<b>": replace(BASE, note="<i>'\"")}, CITED={"&": "<1"}
+    )
+    lines = [result("<b>", table="evil", seed=k, members=("<u>",)) for k in range(2)]
+    page = render(evil, lines, "html")
+    for text in ("<script>", "<b>", "<i>'\"", "<u>", "<1"):
+        assert text not in page
+        assert html.escape(text) in page
+
+
+def test_a_figure_that_is_missing_is_not_made_up():
+    lines = [result(seed=0), result(seed=1, test={"error": "0.1"}), result(seed=2, test={})]
+    assert "not known for 2 of 3" in render(FIRST, lines)
+
+
+@pytest.mark.parametrize("name", recipes.tables())
+@pytest.mark.parametrize("format", ["text", "markdown", "html"])
+def test_every_table_is_rendered_without_and_with_results(name, format):
+    empty = render(name, [], format)
+    assert "not run" in empty
+    table = recipes.tables()[name]
+    words = ("error", "accuracy", "exact_match_error", "exact_match_accuracy", "per_digit_error")
+    lines = []
+    for row, recipe in table.ROWS.items():
+        together = tuple(map(str, range(recipe.seeds))) if recipe.metric.startswith("ensemble") else ()
+        run = result(row, 0.05, 0, name, recipe, curves={"loss": [0.25]}, test=dict.fromkeys(words, 0.05))
+        lines += [run, replace(run, members=together, seed=1)]
+    full = render(name, lines, format)
+    assert "not run" not in full
+    assert "not known" not in full
+
+
+def test_unknown_tables_and_formats_are_refused_with_what_there_is():
+    name = next(iter(recipes.tables()))
+    with pytest.raises(ValueError, match=f"did you mean .*{name}"):
+        render(name + "x", [])
+    with pytest.raises(ValueError, match="text, markdown or html"):
+        render(FIRST, [], "pdf")
+
+
+def test_the_readme_section_follows_the_results():
+    readme = f"# A\n\n{BEGIN}\nold\n{END}\n\nmore\n"
+    lines, tables = SECOND_RESULTS, [FIRST, SECOND]
+    assert "line 4 of the README is 'old', but the results give ''" in readme_disagreement(readme, lines, tables)
+    updated = update_readme(readme, lines, tables)
+    assert SECOND_MARKDOWN in updated
+    assert "First" not in updated
+    assert updated.startswith("# A\n\n")
+    assert updated.endswith("\n\nmore\n")
+    assert readme_disagreement(updated, lines, tables) == ""
+    assert update_readme(updated, lines, tables) == updated
+    assert "0.04" not in updated
+    assert readme_disagreement(updated.replace("94.50", "94.60"), lines, tables)
+    assert readme_disagreement(updated, lines[1:], tables)
+    assert "Nothing has been run yet" in render_readme_section([])
+    for bad in ("", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
+        with pytest.raises(ValueError, match="once each"):
+            update_readme(bad, [])
