@@ -5,7 +5,7 @@ It serves training alone and attaches to any network that shows the features alo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,7 @@ class FeedbackUnit(nn.Module):
                 f"{latent} and {target} channels are not whole capsules of {caps}; use generator='vanilla'"
             )
         self.divergence = divergence
+        self.gather: Callable[[Tensor], Tensor] | None = None  # brings the whole batch together on several processes
         self.sinkhorn: dict[str, Any] = dict(
             cost=cost, epsilon=epsilon, iterations=iterations, bias_fix=bias_fix, through_plan=through_plan
         )
@@ -100,6 +101,8 @@ class FeedbackUnit(nn.Module):
         else:
             recovered = self.generator(latent, size)
         low, high = self.extractor(target), self.extractor(recovered)
+        if self.gather is not None:
+            low, high = self.gather(low), self.gather(high)
         return kl_divergence(low, high) if self.divergence == "kl" else sinkhorn_divergence(high, low, **self.sinkhorn)
 
 

@@ -1,0 +1,478 @@
+import errno
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchcaps import checkpoint, losses, prepare
+from torchcaps.checkpoint import fingerprint, latest, load_weights
+from torchcaps.data import Batch, DataSet, load
+from torchcaps.data.augment import resize, shift
+from torchcaps.prepare import RunError, seed_of
+from torchcaps.progress import Lines
+from torchcaps.recipes import Recipe
+from torchcaps.train import cut, loss_terms, train
+from torchcaps.types import Output
+
+ROOT = Path(__file__).parents[1]
+KILLS = int(os.environ.get("TORCHCAPS_KILLS", "10"))
+
+
+class Tiny(nn.Module):
+    """A convolution, batch norm, dropout, a decoder and a penalty over the batch, at a millisecond a step."""
+
+    def __init__(self, image=(1, 8, 8), classes=10, dropout=0.3, weight=0.1):
+        super().__init__()
+        self.weight = weight
+        self.gather = None
+        self.features = nn.Sequential(
+            nn.Conv2d(image[0], 8, 3, stride=2), nn.BatchNorm2d(8) if dropout else nn.Identity(), nn.ReLU()
+        )
+        self.last = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.LazyLinear(classes))
+        self.last(self.features(torch.zeros(2, *image)))
+        self.decoder = nn.Sequential(nn.Linear(classes, 64), nn.Sigmoid(), nn.Unflatten(1, (1, *image)))
+
+    def forward(self, images, labels=None):
+        scores = self.last(self.features(images)).sigmoid()
+        rows = scores if self.gather is None else self.gather(scores)
+        penalty = self.weight * rows.var(dim=0).sum() if self.training else None
+        return Output(scores, None, self.decoder(scores), penalty, scores)
+
+
+RECIPE = Recipe(
+    "tiny", "digits", reconstruction=0.01, epochs=5, batch_size=16, samples=128, ema=0.9, select="best", clip=1.0
+)
+
+
+def few_digits(count=256):
+    digits = load("digits")
+    return DataSet(
+        "few",
+        digits.train.take(torch.arange(count)),
+        digits.test,
+        digits.train.take(torch.arange(count, count + 64)),
+        train_transform=(shift(1),),
+    )
+
+
+def tiny(recipe, out, **options):
+    """Trains the tiny network on the CPU, in this process."""
+    prepare.create_model = lambda name, **arguments: Tiny(**arguments)
+    return train(recipe, **{"out": out, "data": few_digits(), "device": "cpu", "log": None, **options})
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setattr(prepare, "create_model", prepare.create_model)  # which `tiny` replaces
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def outcome(folder):
+    """Hashes of everything a run leaves that does not depend on the clock."""
+    found = latest(Path(folder) / "checkpoints")
+    state = {name: value for name, value in found.state.items() if name != "clock"}
+    return {
+        "step": found.step,
+        "weights": fingerprint(found.weights),
+        **{name: fingerprint(value) for name, value in state.items()},
+        "metrics": (Path(folder) / "metrics.csv").read_text(),
+        "used": fingerprint(load_weights(Path(folder) / "weights.safetensors")),
+    }
+
+
+BY_HEART = {
+    "efficient_capsnet": (
+        12,
+        Recipe(
+            "efficient_capsnet_mnist",
+            "digits",
+            reconstruction=0.392,
+            reconstruction_reduction="mean",
+            epochs=36,
+            lr=2e-3,
+        ),
+    ),
+    "capsnet": (
+        8,
+        Recipe(
+            "capsnet_cifar10",
+            "digits",
+            model_args={"channels": 16, "types": 2, "dim": 4, "out_dim": 8, "leak": False},
+            epochs=12,
+            lr=5e-3,
+        ),
+    ),
+    "cnn": (
+        8,
+        Recipe(
+            "li_cnn6_cifar10",
+            "digits",
+            model_args={"width": 4},
+            loss="cross_entropy",
+            optimizer="sgd",
+            optimizer_args={"momentum": 0.9, "nesterov": True},
+            epochs=25,
+            lr=2e-2,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HEART)
+def test_32_images_are_learnt_by_heart(name, tmp_path):
+    side, recipe = BY_HEART[name]
+    few = load("digits").train.take(torch.arange(32))
+    steps = () if side == 8 else (resize(side),)
+    data = DataSet("few", few, few, few, train_transform=steps, test_transform=steps)
+    run = train(replace(recipe, batch_size=16), out=tmp_path, data=data, device="cpu", log=None)
+    assert run.finished
+    assert run.metrics[-1]["validation_error"] == 0
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] / 10
+
+
+def test_a_run_leaves_its_folder_complete(tmp_path):
+    run = tiny(replace(RECIPE, keep_epochs=(1, 3)), tmp_path, seed=4)
+    assert json.loads((tmp_path / "recipe.json").read_text()) == {"seed": 4, "recipe": run.recipe.to_dict()}
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "epoch,step,lr,loss,margin,reconstruction,penalty,validation_error"
+    assert [line.split(",")[:2] for line in lines[1:]] == [[str(k), str(8 * k)] for k in range(1, 6)]
+    assert len((tmp_path / "times.csv").read_text().splitlines()) == 6
+    final = json.loads((tmp_path / "final.json").read_text())
+    assert final["validation_error"] == min(row["validation_error"] for row in run.metrics)
+    assert final["selected_epoch"] == run.selected
+    weights, about = load_weights(tmp_path / "weights.safetensors")
+    assert about["recipe"] == run.recipe.to_dict()
+    assert about["class_names"] == list("0123456789")
+    assert fingerprint(weights) == fingerprint(run.model.state_dict())
+    assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == [
+        "epoch-0001.safetensors",
+        "epoch-0003.safetensors",
+    ]
+
+
+def test_the_best_on_validation_is_chosen_with_averaged_weights(tmp_path):
+    best = tiny(RECIPE, tmp_path / "best")
+    errors = [row["validation_error"] for row in best.metrics]
+    assert best.selected == 1 + errors.index(min(errors))
+    last = tiny(replace(RECIPE, select="last", keep_epochs=(5,)), tmp_path / "last")
+    assert last.selected == 5
+    kept, _ = load_weights(tmp_path / "last" / "epochs" / "epoch-0005.safetensors")
+    found = latest(tmp_path / "last" / "checkpoints")
+    assert fingerprint(kept) == fingerprint(found.state["ema"]["average"]) != fingerprint(found.weights)
+
+
+@pytest.mark.parametrize("at", [1, 7, 8, 9, 39])
+def test_pausing_changes_nothing(at, tmp_path):
+    tiny(RECIPE, tmp_path / "whole")
+    paused = tiny(RECIPE, tmp_path / "paused", limit=at)
+    assert (paused.finished, paused.stopped, paused.step) == (False, "limit", at)
+    assert tiny(RECIPE, tmp_path / "paused", resume=True).finished
+    assert outcome(tmp_path / "paused") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "rmsprop_keras", "optimizer_args": {"decay": 1e-2}, "ema": 0.0, "select": "last"},
+        {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}, "schedule": "cosine", "accumulate": 3},
+        {"optimizer": "adamw", "clip": None, "clip_value": 0.01, "precision": "bf16"},
+        {"schedule": "exponential_steps", "schedule_args": {"decay": 0.5, "every": 7}, "loss": "spread"},
+    ],
+    ids=["rmsprop", "sgd", "adamw", "spread"],
+)
+def test_pausing_changes_nothing_whatever_the_recipe(changes, tmp_path):
+    recipe = replace(RECIPE, epochs=2, **changes)
+    tiny(recipe, tmp_path / "whole")
+    tiny(recipe, tmp_path / "paused", limit=11)
+    tiny(recipe, tmp_path / "paused", resume=True)
+    assert outcome(tmp_path / "paused") == outcome(tmp_path / "whole")
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    tiny(RECIPE, tmp_path)
+    before = outcome(tmp_path)
+    assert tiny(RECIPE, tmp_path, resume=True).finished
+    assert outcome(tmp_path) == before
+
+
+def test_another_seed_is_another_run(tmp_path):
+    one, two = (tiny(replace(RECIPE, epochs=1), tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    assert one.metrics != two.metrics
+
+
+def killed(folder, kills, seed):
+    """Trains in children that are killed at random moments, until one of them ends by itself; run in a fresh process.
+
+    Each step is saved, so that most of the time is spent inside the save.
+    """
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    done = 0
+    while True:
+        child = os.fork()
+        if child == 0:
+            try:
+                tiny(replace(RECIPE, epochs=8), folder, resume=True, save_every=0)
+            finally:
+                os._exit(0 if (Path(folder) / "final.json").exists() else 1)
+        if done < kills:
+            time.sleep(chance.uniform(0.02, 0.35))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        done += 1
+        if os.WIFEXITED(status):
+            print(json.dumps({"children": done, "code": os.WEXITSTATUS(status)}))
+            return
+
+
+def test_kill_9_at_random_moments_changes_nothing(tmp_path):
+    call = f"from tests.test_train import killed; killed({str(tmp_path / 'killed')!r}, {KILLS}, 0)"
+    done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["code"] == 0, done.stderr
+    assert said["children"] >= min(KILLS, 4)
+    tiny(replace(RECIPE, epochs=8), tmp_path / "whole")
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("phase", ["step", "validation", "save"])
+def test_a_signal_saves_and_ends(number, phase, tmp_path, monkeypatch):
+    tiny(RECIPE, tmp_path / "whole")
+
+    def signalled(function, after):
+        calls = []
+
+        def call(*args, **options):
+            calls.append(1)
+            if len(calls) == after:
+                os.kill(os.getpid(), number)
+            return function(*args, **options)
+
+        return call
+
+    where = {
+        "step": ("torchcaps.train.set_rates", 11),
+        "validation": ("torchcaps.train.predict", 2),
+        "save": ("torchcaps.checkpoint.seal", 3),
+    }
+    path, after = where[phase]
+    with monkeypatch.context() as patch:
+        module, name = path.rsplit(".", 1)
+        patch.setattr(path, signalled(getattr(sys.modules[module], name), after))
+        began = time.monotonic()
+        run = tiny(RECIPE, tmp_path / "paused", save_every=0 if phase == "save" else 60)
+        assert time.monotonic() - began < 10
+    assert run.stopped == signal.Signals(number).name
+    assert run.step == {"step": 11, "validation": 16, "save": 3}[phase]
+    assert latest(tmp_path / "paused" / "checkpoints").step == run.step
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    tiny(RECIPE, tmp_path / "paused", resume=True)
+    assert outcome(tmp_path / "paused") == outcome(tmp_path / "whole")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    def poisoned(*args, **options):
+        loss = losses_before(*args, **options)
+        calls.append(1)
+        return loss * float("nan") if len(calls) == 11 else loss
+
+    calls, losses_before = [], losses.reconstruction_loss
+    monkeypatch.setattr(losses, "reconstruction_loss", poisoned)
+    with pytest.raises(
+        RunError, match=r"not finite at step 10, in the term reconstruction, with weights that"
+    ) as error:
+        tiny(RECIPE, tmp_path, save_every=0)
+    assert "the checkpoint of step 10 is intact" in str(error.value)
+    monkeypatch.setattr(losses, "reconstruction_loss", losses_before)
+    assert latest(tmp_path / "checkpoints").step == 10
+    assert tiny(RECIPE, tmp_path, resume=True).finished
+
+
+def test_a_network_that_fails_in_validation_stops_the_run(tmp_path, monkeypatch):
+    forward = Tiny.forward
+
+    def poisoned(self, images, labels=None):
+        output = forward(self, images)
+        return output if self.training else output._replace(scores=output.scores * float("nan"))
+
+    monkeypatch.setattr(Tiny, "forward", poisoned)
+    with pytest.raises(RunError, match=r"validation after step 8: 64 of 64 images have scores that are not numbers"):
+        tiny(RECIPE, tmp_path, save_every=0)
+    assert latest(tmp_path / "checkpoints").step == 8
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("inf")
+
+    forward = Tiny.forward
+
+    def poisoned(self, images, labels=None):
+        return forward(self, Poison.apply(images * self.features[0].bias.sum().mul(0).add(1)), labels)
+
+    monkeypatch.setattr(Tiny, "forward", poisoned)
+    with pytest.raises(RunError, match=r"step 0 left the network, with weights that are not finite in features\.0"):
+        tiny(replace(RECIPE, clip=None), tmp_path, save_every=0)
+    assert latest(tmp_path / "checkpoints") is None
+
+
+def test_a_full_disk_stops_the_run(tmp_path, monkeypatch):
+    tiny(RECIPE, tmp_path, limit=5)
+    written = []
+
+    def full(path, content, write=checkpoint.write):
+        written.append(path)
+        if len(written) > 9:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", full)
+        with pytest.raises(
+            RunError, match=r"step \d+ could not be saved: No space left on device; the checkpoint"
+        ) as e:
+            tiny(RECIPE, tmp_path, resume=True, save_every=0)
+    found = latest(tmp_path / "checkpoints")
+    assert f"of step {found.step} is intact" in str(e.value)
+    assert tiny(RECIPE, tmp_path, resume=True).finished
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    tiny(RECIPE, tmp_path / "whole")
+    tiny(RECIPE, tmp_path / "run", limit=5)
+    tiny(RECIPE, tmp_path / "run", resume=True, limit=9)
+    (tmp_path / "run" / "checkpoints" / "step-00000009.state.safetensors").write_bytes(b"oh")
+    said = io.StringIO()
+    tiny(RECIPE, tmp_path / "run", resume=True, log=Lines(said))
+    assert "the checkpoint of step 9 is passed over" in said.getvalue()
+    assert "goes on from step 5" in said.getvalue()
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    tiny(RECIPE, tmp_path, limit=3)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="holds a run already; resume it"):
+        tiny(RECIPE, tmp_path)
+    with pytest.raises(ValueError, match=r"another recipe: lr is 0.001 there and 0.01 here"):
+        tiny(replace(RECIPE, lr=0.01), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
+        tiny(RECIPE, tmp_path, resume=True, seed=1)
+    with checkpoint.locked(tmp_path), pytest.raises(ValueError, match="another process is training"):
+        tiny(RECIPE, tmp_path, resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        ({"loss": "spread", "class_weights": (1.0,) * 10}, {}, "class_weights go with"),
+        ({"label_smoothing": 0.1}, {}, "label_smoothing goes with"),
+        ({"clip_value": 1.0}, {}, "clip and clip_value are both given"),
+        ({"schedule": "steps"}, {}, "needs 'milestones'"),
+        ({}, {"device": "cuda:7"}, "1 x cuda:7 is not there"),
+        ({}, {"device": "tpu"}, "device 'tpu' is not known"),
+        ({"precision": "fp16"}, {}, "fp16 needs a CUDA device"),
+        ({}, {"data": replace(few_digits(), validation=None)}, "select='best' needs a validation set"),
+    ],
+)
+def test_what_cannot_be_done_is_said(changes, options, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        tiny(replace(RECIPE, **changes), tmp_path, **options)
+
+
+def test_without_reconstruction_the_decoder_is_left_alone(tmp_path):
+    run = tiny(replace(RECIPE, reconstruction=0.0, epochs=1), tmp_path)
+    assert "reconstruction" not in run.metrics[0]
+    assert not any(weight.requires_grad for weight in run.model.decoder.parameters())
+
+
+def test_parts_of_a_batch_add_up_to_it(tmp_path):
+    plain = replace(RECIPE, model_args={"dropout": 0.0, "weight": 0.0}, epochs=2, batch_size=20, samples=130)
+    whole = tiny(plain, tmp_path / "whole")
+    parts = tiny(replace(plain, accumulate=3), tmp_path / "parts")
+    for ours, theirs in zip(parts.metrics, whole.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert [len(part.images) for part in cut(Batch(torch.zeros(2, 1), torch.zeros(2)), 3)] == [1, 1]
+
+
+def test_the_terms_of_the_loss():
+    scores, labels = torch.rand(4, 10), torch.tensor([[1, 2], [3, 3], [4, -1], [0, 9]])
+    pictures, targets = torch.rand(4, 2, 1, 8, 8), torch.rand(4, 2, 1, 8, 8)
+    output = Output(scores, None, pictures, torch.tensor(3.0), scores)
+    batch = Batch(torch.rand(4, 1, 8, 8), labels, targets)
+    terms = loss_terms(replace(RECIPE, loss="spread", reconstruction=0.5), output, batch, step=200_000)
+    assert list(terms) == ["spread", "reconstruction", "penalty"]
+    assert terms["spread"] == losses.spread_loss(scores, labels, losses.spread_margin(200_000))
+    expected = 0.5 * losses.reconstruction_loss(pictures, targets, reduction="sum", labels=labels)
+    assert terms["reconstruction"] == expected
+    for loss in ("margin", "cross_entropy", "binary_cross_entropy"):
+        assert next(iter(loss_terms(replace(RECIPE, loss=loss, reconstruction=0.0), output, batch, 0))) == loss
+    with pytest.raises(ValueError, match="reconstructs nothing"):
+        loss_terms(RECIPE, output._replace(reconstruction=None), batch, 0)
+
+
+def test_a_huge_validation_set_is_sampled():
+    class Huge:
+        image, classes = (1, 8, 8), 10
+
+        def __len__(self):
+            return 3_000_000
+
+    shared = {"rank": 0, "world": 1}
+    huge = prepare.validation_batches(RECIPE, replace(few_digits(), validation=Huge()), shared).order
+    (_, first), *others = huge.shares(0)
+    assert 1 + len(others) == len(huge) == 79
+    assert first.max() > 1_000_000
+    small = prepare.validation_batches(RECIPE, few_digits(), shared).order
+    assert [indices.tolist() for _, indices in small.shares(0)] == [list(range(64))]
+
+
+def test_seeds_are_all_different():
+    seeds = {seed_of(seed, step, rank) & 0xFFFFFFFF for seed in range(5) for step in range(200) for rank in range(3)}
+    assert len(seeds) == 3000
+
+
+def in_two_ranks(folder):
+    """Pauses, goes on and ends; then rank 1 of another run is killed."""
+    torch.set_num_threads(1)
+    recipe = replace(RECIPE, model_args={"dropout": 0.0}, epochs=2)
+    tiny(recipe, folder / "two", limit=11)
+    tiny(recipe, folder / "two", resume=True)
+    if os.environ["RANK"] == "1":
+        sys.modules["torchcaps.train"].set_rates = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    tiny(recipe, folder / "dead")
+
+
+def test_two_processes_give_the_curve_of_one_and_end_together(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    call = f"import pathlib, tests.test_train as t; t.in_two_ranks(pathlib.Path({str(tmp_path)!r}))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launch, sys.executable, "-c", call]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60)
+    assert "rank      : 1" in done.stderr.partition("Root Cause")[2], done.stderr
+    one = tiny(replace(RECIPE, model_args={"dropout": 0.0}, epochs=2), tmp_path / "one")
+    two = latest(tmp_path / "two" / "checkpoints").state["progress"]["rows"]
+    for ours, theirs in zip(two, one.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)

@@ -1,0 +1,188 @@
+"""What a run needs before its first step: devices and precision, data, the network, and word of signals."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.data import Batches, DataSet, batches_for, load
+from torchcaps.fabric import Fabric
+from torchcaps.models import create_model
+from torchcaps.recipes import Recipe
+
+PRECISIONS = {"32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+class RunError(ValueError):
+    """Why a run stopped by itself; its last good checkpoint is intact."""
+
+
+def check(recipe: Recipe) -> None:
+    """Refuses what would be silently ignored."""
+    if recipe.class_weights is not None and recipe.loss not in ("margin", "cross_entropy"):
+        raise ValueError(f"class_weights go with the losses margin and cross_entropy, not with {recipe.loss}")
+    if recipe.label_smoothing and recipe.loss != "cross_entropy":
+        raise ValueError(f"label_smoothing goes with the loss cross_entropy, not with {recipe.loss}")
+    if recipe.clip is not None and recipe.clip_value is not None:
+        raise ValueError("clip and clip_value are both given; gradients are clipped by their norm or by value")
+
+
+def create_fabric(recipe: Recipe, device: str = "auto", devices: int = 1, nodes: int = 1) -> Fabric:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        nodes = int(os.environ["WORLD_SIZE"]) // devices
+    kind, _, number = device.partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    there = {
+        "cpu": os.cpu_count() or 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    if kind not in there or (number and not number.isdecimal()):
+        raise ValueError(f"device {device!r} is not known; it is auto, cpu, cuda, cuda:N or mps")
+    if there[kind] < max(devices, int(number or 0) + 1):
+        raise ValueError(f"{devices} x {device} is not there; this machine has {there[kind]} of {kind}")
+    if kind != "cuda" and recipe.precision == "fp16":
+        raise ValueError(f"fp16 needs a CUDA device and this run is on {kind}; bf16 has no such need")
+    which: Any = [int(number)] if number and kind == "cuda" else devices
+    several = devices * nodes > 1
+    return Fabric(
+        accelerator=kind,
+        devices=which,
+        num_nodes=nodes,
+        strategy="ddp" if several else "auto",
+        precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
+    )
+
+
+def load_data(recipe: Recipe) -> DataSet:
+    return load(recipe.data, validation=recipe.validation, protocol=recipe.protocol, **recipe.data_args)
+
+
+def create_network(recipe: Recipe, data: DataSet, fabric: Fabric) -> nn.Module:
+    """On several GPUs batch norm is over all of them; what a network compares over its batch is over all ranks."""
+    sizes = {"image": data.image, "classes": data.classes}
+    network = create_model(recipe.model, **{**sizes, **recipe.model_args})
+    if not recipe.reconstruction and isinstance(getattr(network, "decoder", None), nn.Module):
+        network.decoder.requires_grad_(False)
+    if fabric.world_size > 1:
+        if fabric.device.type == "cuda":
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        for module in network.modules():
+            if hasattr(module, "gather"):
+                module.gather = partial(gather_rows, fabric)  # type: ignore[assignment]
+    return network
+
+
+def gather_rows(fabric: Fabric, rows: Tensor) -> Tensor:
+    """The rows of all ranks, through which gradients flow; each rank has as many.
+
+    Shapes: [b, ...] -> [ranks * b, ...]
+    """
+    return cast(Tensor, fabric.all_gather(rows, sync_grads=True)).flatten(0, 1)
+
+
+def training_batches(recipe: Recipe, data: DataSet, seed: int, shared: dict[str, Any]) -> Batches:
+    """Every rank has as many images of a batch as any other; a last batch that cannot be shared so is left out."""
+    world = shared["world"]
+    if recipe.batch_size % world:
+        raise ValueError(f"a batch of {recipe.batch_size} cannot be shared evenly by {world} processes")
+    left_over = (recipe.samples or len(data.train)) % recipe.batch_size
+    return batches_for(
+        data.train,
+        recipe.batch_size,
+        transform=data.train_transform,
+        seed=seed,
+        samples=recipe.samples,
+        drop_last=left_over % world > 0,
+        **shared,
+    )
+
+
+def validation_batches(recipe: Recipe, data: DataSet, shared: dict[str, Any]) -> Batches:
+    """All of the validation set; of more than 100,000 images, as generated sets have, always the same 10,000."""
+    assert data.validation is not None
+    large = len(data.validation) > 100_000
+    return batches_for(
+        data.validation,
+        max(128, recipe.batch_size),
+        transform=data.test_transform,
+        shuffle=large,
+        samples=10_000 if large else None,
+        **shared,
+    )
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """Of the random numbers that a network draws in one step, well mixed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest(), "little")
+
+
+def on_first_rank(fabric: Fabric, action: Callable[[], Any]) -> None:
+    """What goes wrong there ends the run on all ranks, rather than leave the others waiting."""
+    problem: Exception | None = None
+    if fabric.global_rank == 0:
+        try:
+            action()
+        except Exception as error:
+            problem = error
+    if fabric.world_size > 1:
+        sentence = fabric.broadcast(None if problem is None else str(problem))
+        if sentence is not None and problem is None:
+            raise RunError(f"rank 0 stopped: {sentence}")
+    if problem is not None:
+        raise problem
+
+
+@contextmanager
+def signals() -> Iterator[list[str]]:
+    """SIGTERM and Ctrl-C put their names into a list; a second one ends the process as usual."""
+    came: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if came:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+        came.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def numerics(precision: str, deterministic: bool) -> Iterator[None]:
+    """TF32 and determinism for the time of a run."""
+    matmul, always = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    conv = torch.backends.cudnn.allow_tf32
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = conv
+        torch.use_deterministic_algorithms(always)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
