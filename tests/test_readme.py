@@ -71,7 +71,8 @@ def test_table_has_every_preset_with_its_exact_count():
 def test_file_list_is_complete():
     listed = set(re.findall(r"^(torchcaps/\S+\.py)  ", README, re.MULTILINE))
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "torchcaps").rglob("*.py") if path.name[:2] != "__"}
-    assert listed == there
+    assert listed == {path for path in there if not path.startswith("torchcaps/recipes/")}  # named by their table
+    assert "\ntorchcaps/recipes/  " in README
 
 
 def test_make_targets_exist():
