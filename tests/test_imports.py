@@ -36,6 +36,7 @@ MAY_IMPORT = {  # what each part may see of the others; its own files always
     },
     "evaluate": {"types", "functional", "losses", "data"},
     "results": {"recipes"},
+    "tables": {"recipes", "results"},
     "cli": {"", "models", "data", "types"},
     "__main__": {"cli"},
     "": {"types", "functional", "ops", "losses", "routing", "layers", "models", "data"},

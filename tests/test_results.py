@@ -17,19 +17,8 @@ from torchcaps.data import load
 from torchcaps.data.generated import MultiMNIST
 from torchcaps.evaluate import Predictions, figures
 from torchcaps.recipes import Recipe
-from torchcaps.results import (
-    BEGIN,
-    END,
-    Result,
-    append,
-    checksums,
-    from_line,
-    read,
-    readme_disagreement,
-    render,
-    render_readme_section,
-    update_readme,
-)
+from torchcaps.results import Result, append, checksums, from_line, read
+from torchcaps.tables import BEGIN, END, readme_disagreement, render, render_readme_section, update_readme
 
 BASE = Recipe(
     "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
