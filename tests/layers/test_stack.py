@@ -137,3 +137,15 @@ def test_residual():
 def test_no_iterations_is_refused(iterations):
     with pytest.raises(ValueError, match=f"iterations.*{iterations}"):
         CapsuleStack(LinearCaps(3, 4, 3, 4, DynamicRouting), iterations=iterations)
+
+
+@pytest.mark.parametrize("iterations", [2, 3, 4])
+def test_what_no_longer_reaches_the_top_is_left_out(iterations):
+    stack, poses = build(iterations), torch.randn(2, 2, 4, 6, 6).double()
+    calls = [0, 0, 0]
+    for number, layer in enumerate(stack.layers):
+        layer.register_forward_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    short = stack(poses).poses
+    assert calls == [1 + max(0, iterations - 3), 1 + max(0, iterations - 2), iterations]
+    stack.in_full = True
+    torch.testing.assert_close(stack(poses).poses, short, rtol=0, atol=0)

@@ -12,10 +12,14 @@ class CapsuleStack(nn.Module):
     """Runs layers in sequence; further iterations step every layer at once (Tsai, procedure 2).
 
     A concurrent iteration takes each layer's children and parents from the iteration before, so information moves one
-    layer at a time. The first capsules stay as they are.
+    layer at a time, and what a layer does in the last iterations no longer reaches the top: with two of them only the
+    last layer is stepped. The first capsules stay as they are.
 
     Args:
         iterations: 1 is a plain sequence.
+
+    Attributes:
+        in_full: steps every layer in every iteration all the same, for those who look inside.
 
     Shapes: poses as the first layer takes them -> Capsules of the last layer
     """
@@ -25,6 +29,7 @@ class CapsuleStack(nn.Module):
         check_count("iterations", iterations)
         self.layers = nn.ModuleList(layers)
         self.iterations = iterations
+        self.in_full = False
 
     def forward(self, poses: Tensor, activations: Tensor | None = None) -> Capsules:
         first = Capsules(poses, activations)
@@ -32,11 +37,12 @@ class CapsuleStack(nn.Module):
         for layer in self.layers:
             below = states[-1] if states else first
             states.append(layer(below.poses, below.activations))
-        for _ in range(self.iterations - 1):
+        for left in reversed(range(self.iterations - 1)):
+            seen = 0 if self.in_full else max(0, len(states) - 1 - left)  # the lowest layer that the top still sees
             children = [first, *states[:-1]]
-            states = [
+            states[seen:] = [
                 layer(below.poses, below.activations, parents=state.poses)
-                for layer, below, state in zip(self.layers, children, states, strict=True)
+                for layer, below, state in zip(self.layers[seen:], children[seen:], states[seen:], strict=True)
             ]
         return states[-1]
 
