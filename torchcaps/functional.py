@@ -68,7 +68,8 @@ def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None
         raise ValueError(f"labels must be int64, got {labels.dtype}")
     if labels.dim() not in (1, 2) or len(labels) != batch:
         raise ValueError(f"labels must be [{batch}] or [{batch}, k], got {list(labels.shape)}")
-    if classes is None or torch.compiler.is_compiling() or labels.device.type != "cpu" or not labels.numel():
+    inside = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(labels)  # have no values to look at
+    if classes is None or inside or labels.device.type != "cpu" or not labels.numel():
         return
     least = -1 if labels.dim() == 2 else 0
     low, high = int(labels.min()), int(labels.max())

@@ -1,6 +1,7 @@
 """Operations on votes: the definition in PyTorch, which is what runs on a CPU, and the seam for kernels."""
 
 from torchcaps.ops.agreement import agreement_step
+from torchcaps.ops.backend import backend
 from torchcaps.ops.em import gaussian_fit, gaussian_log_density
 from torchcaps.ops.precision import in_full_precision
 from torchcaps.ops.votes import Votes, vote_budget
@@ -10,6 +11,7 @@ __all__ = [
     "Votes",
     "Window",
     "agreement_step",
+    "backend",
     "gaussian_fit",
     "gaussian_log_density",
     "in_full_precision",

@@ -6,11 +6,14 @@ parents of the iteration before (Tsai); and in what follows.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from torchcaps.ops import votes_cpu
+from torchcaps.ops.backend import runs_fused, runs_in_cache
 from torchcaps.ops.votes import Votes, mix
 
 
@@ -22,7 +25,9 @@ def agreement_step(
     logits: Tensor | None = None,
     prior: Tensor | None = None,
     leak: bool = False,
-) -> tuple[Tensor, Tensor]:
+    constant: bool = False,
+    coupling: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Softmax over the parents of their agreement with each vote, then the votes so weighted and summed.
 
     Without parents nothing is known yet: each child spreads evenly, and the mixture is one matrix product.
@@ -32,22 +37,47 @@ def agreement_step(
         logits: added before the softmax (Sabour's log priors).
         prior: added after the softmax (Mazzia's).
         leak: one more parent, with logit 0, that takes its share and is dropped (Sabour's none of the above).
+        constant: agreements count as constants; the gradient flows through the mixture and the logits.
+        coupling: is wanted; otherwise kernels do not make it.
 
     Shapes: votes [..., i, j, d], parents [..., j, d], logits and prior [i, j]
-        -> mixture [..., j, d], coupling [..., i, j]
+        -> mixture [..., j, d], coupling [..., i, j] or None
     """
     votes = Votes.of(votes)
     if parents is None:
         return _uniform_step(votes, logits, prior, leak)
+    if not coupling and runs_fused(votes):
+        from torchcaps.ops.agreement_triton import Options, fused_agreement_step
+
+        return fused_agreement_step(votes, parents, logits, prior, Options(scale, leak, constant)), None
+    if runs_in_cache(votes):
+        return votes_cpu.agreement_step(
+            votes, parents, scale=scale, logits=logits, prior=prior, leak=leak, constant=constant
+        )
     pairs = [x for x in (logits, prior) if x is not None]
-    step = partial(_step, scale=scale, has_logits=logits is not None, has_prior=prior is not None, leak=leak)
+    step = partial(
+        _step,
+        scale=scale,
+        has_logits=logits is not None,
+        has_prior=prior is not None,
+        leak=leak,
+        constant=constant,
+    )
     return votes.sweep(step, windows=[parents], pairs=pairs)
 
 
 def _step(
-    votes: Tensor, parents: Tensor, *pairs: Tensor, scale: float, has_logits: bool, has_prior: bool, leak: bool
+    votes: Tensor,
+    parents: Tensor,
+    *pairs: Tensor,
+    scale: float,
+    has_logits: bool,
+    has_prior: bool,
+    leak: bool,
+    constant: bool,
 ) -> tuple[Tensor, Tensor]:
-    agreement = scale * (votes @ parents[..., None])[..., 0]  # [n, j, i]
+    with torch.no_grad() if constant else nullcontext():
+        agreement = scale * (votes @ parents[..., None])[..., 0]  # [n, j, i]
     if has_logits:
         agreement = agreement + pairs[0]
     coupling = softmax_over_parents(agreement, leak)

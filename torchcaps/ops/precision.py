@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.functional import widen
+from torchcaps.ops.backend import runs_fused
 from torchcaps.ops.votes import Votes
 from torchcaps.types import Capsules
 
@@ -18,20 +19,28 @@ R = TypeVar("R", bound=Callable[..., Capsules])
 
 
 def in_full_precision(routing: R) -> R:
-    """Runs a routing outside autocast and at least in float32; what it returns has the votes' dtype again."""
+    """Runs a routing outside autocast and at least in float32; what it returns has the votes' dtype again.
+
+    Kernels take poses as they are, or as autocast has them, and add up in float32; the parents' poses are like these.
+    """
 
     @wraps(routing)
     def run(votes: Votes | Tensor, *args: Any, **options: Any) -> Capsules:
         votes = Votes.of(votes)
-        dtype = votes.dtype
+        dtype = pose_dtype = votes.dtype
         device = votes.device.type
+        if runs_fused(votes):
+            autocast = torch.is_autocast_enabled(device)
+            pose_dtype = torch.get_autocast_dtype(device) if autocast else votes.poses.dtype
+            votes = votes.with_poses(votes.poses.to(pose_dtype))
+        else:
+            votes = votes.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
-            wide = votes.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
             args = tuple(_widen(x) for x in args)
             options = {name: _widen(x) for name, x in options.items()}
-            poses, activations, coupling = routing(wide, *args, **options)
+            poses, activations, coupling = routing(votes, *args, **options)
             return Capsules(
-                poses.to(dtype),
+                poses.to(pose_dtype),
                 None if activations is None else activations.to(dtype),
                 None if coupling is None else coupling.to(dtype),
             )

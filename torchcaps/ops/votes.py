@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from torchcaps.functional import widen
 from torchcaps.ops.windows import Window
 
 _budget = 2**28  # bytes of votes that one layer may store
@@ -83,6 +84,10 @@ class Votes:
         offset = None if self.offset is None else self.offset.to(dtype)
         return Votes(self.poses.to(dtype), self.weight.to(dtype), self.window, offset)
 
+    def with_poses(self, poses: Tensor) -> Votes:
+        """The same votes from poses of another dtype than the weights': products are made in the poses' dtype."""
+        return self if poses is self.poses else Votes(poses, self.weight, self.window, self.offset)
+
     def detach(self) -> Votes:
         offset = None if self.offset is None else self.offset.detach()
         same = Votes(self.poses.detach(), self.weight.detach(), self.window, offset)
@@ -103,16 +108,17 @@ class Votes:
 
         Shapes: -> [..., j, d]
         """
-        weight = self.weight
+        weight = self.weight.to(self.poses.dtype)
         if coupling is not None:
             if self.sharing > 1:
                 return self.mixture(coupling.expand(*self.lead, -1, -1))
-            weight = weight * coupling[:, None, :, None]
+            weight = weight * coupling[:, None, :, None].to(weight.dtype)
         if self.window is None or self.window.scrambled:
             rows = self.children().sum(2).unflatten(2, (self.rows, -1))
             total = torch.einsum("ngma,gaje->njme", rows, weight).flatten(2).unflatten(0, self.lead)
         else:
             total = self._convolve(weight)
+        total = widen(total)
         if self.offset is not None:
             offset = self.offset.expand(len(weight), self.sharing, self.parents, self.dim)
             total = total + (offset if coupling is None else offset * coupling[:, None, :, None]).sum((0, 1))
@@ -133,6 +139,12 @@ class Votes:
 
         Shapes: coupling [..., i, j] -> [..., j, d]
         """
+        from torchcaps.ops.backend import runs_in_cache
+
+        if runs_in_cache(self):
+            from torchcaps.ops import votes_cpu
+
+            return votes_cpu.mixture(self, coupling)
         mixture, _ = self.sweep(lambda votes, coupling: (mix(votes, coupling), None), pairs=[coupling])
         assert mixture is not None
         return mixture
@@ -156,6 +168,9 @@ class Votes:
 
         Shapes: windows [..., j, d], pairs [..., i, j] or [i, j] -> [..., j, d], [..., i, j]
         """
+        if self.poses.dtype != widen(self.poses).dtype:
+            wide = [widen(x) for x in windows], [widen(x) for x in pairs]
+            return self.to(torch.float32).sweep(step, *wide, recompute)
         windows = [x.reshape(-1, *x.shape[-2:]) for x in windows]
         pairs = [x.reshape(-1, *x.shape[-2:]).mT for x in pairs]
         if self._size() <= _budget:
@@ -259,6 +274,8 @@ class StoredVotes(Votes):
 
 
 def _again(step: Step, *inputs: Any) -> Any:
+    if any(isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in inputs):
+        return step(*inputs)  # vmap is over by the time of the backward pass
     return checkpoint(step, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -35,15 +35,13 @@ def dynamic_routing(
     """
     check_count("iterations", iterations)
     votes = Votes.of(votes)
-    seen = votes.detach() if detach_inner else votes
     total = None  # of the parents so far, [..., j, d]
     for iteration in range(iterations):
-        mixture, coupling = agreement_step(seen, total, logits=logits, leak=leak)
-        last = iteration == iterations - 1
-        if detach_inner and last:
-            mixture = votes.mixture(coupling)
+        inner = detach_inner and iteration < iterations - 1
+        seen = votes.detach() if inner else votes
+        mixture, coupling = agreement_step(seen, total, logits=logits, leak=leak, constant=detach_inner)
         poses = squash(mixture if bias is None else mixture + bias)
-        if detach_inner and not last:
+        if inner:
             poses = poses.detach()
         total = poses if total is None else total + poses
     return Capsules(poses, length(poses), coupling)

@@ -41,12 +41,16 @@ def inverted_attention(
     """
     votes = Votes.of(votes)
     scale = votes.dim**-0.5 if scale is None else scale
-    mixture, coupling = agreement_step(votes, parents, scale=scale)
-    weights = coupling if activations is None else coupling * activations[..., None]
+    wanted = activations is not None or betas is not None
+    mixture, coupling = agreement_step(votes, parents, scale=scale, coupling=wanted)
+    weights = coupling
     if activations is not None:
+        assert coupling is not None
+        weights = coupling * activations[..., None]
         mixture = votes.mixture(weights)
     above = None
     if betas is not None:
+        assert weights is not None
         mass, _, variance = gaussian_fit(votes, weights)
         beta_u, beta_a = (widen(beta) for beta in betas)
         above = parent_logits(mass, variance + VARIANCE_FLOOR, beta_u, beta_a, hinton_temperature(0)).sigmoid()

@@ -1,0 +1,41 @@
+"""Whether these votes go through fused kernels, and a word where they cannot."""
+
+from __future__ import annotations
+
+import logging
+
+from torchcaps import fused
+from torchcaps.fused import backend, has_triton, wanted
+from torchcaps.ops.votes import StoredVotes, Votes
+
+__all__ = ["backend", "runs_fused", "runs_in_cache"]
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+def runs_fused(votes: Votes) -> bool:
+    if isinstance(votes, StoredVotes) or not wanted(votes.device):
+        return False
+    if not has_triton():
+        _say_once("Triton is not installed")
+        return False
+    from torchcaps.ops.votes_triton import why_not
+
+    reason = why_not(votes)
+    if reason is not None:
+        _say_once(reason)
+    return reason is None
+
+
+def runs_in_cache(votes: Votes) -> bool:
+    """Whether votes on a CPU are made piece by piece, each of which stays in the cache."""
+    from torchcaps.ops.votes_cpu import fits
+
+    return fused._backend == "auto" and fits(votes)
+
+
+def _say_once(reason: str) -> None:
+    if reason not in _said:
+        _said.add(reason)
+        _log.warning("votes are routed in plain PyTorch: %s", reason)

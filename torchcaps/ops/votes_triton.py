@@ -1,0 +1,420 @@
+"""Votes in registers: what every fused step shares.
+
+A program takes BN windows and goes through their children, C at a time. Their votes for JB x JL parents are one product
+for each row m of a pose, [BN, (c a)] x [(c a), (c e j)], with weights that are zero where the two children differ: so
+small matrices fill the depth of a tensor-core tile. Each warp has JL parents of its own (the batch of the product), and
+the numbers of a vote lie in one thread: columns run over c, then e / EL, then JL parents, then EL neighbours in e,
+where JL x EL are the 8 columns of a tile. So agreement and mixture move nothing between threads, and a softmax over the
+parents moves two numbers for each child.
+"""
+
+# ruff: noqa: RUF005 - Triton grows a tuple by adding to it
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchcaps.ops.votes import Votes
+from torchcaps.ops.windows import Window
+
+PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
+
+
+class Tile(NamedTuple):
+    """What a kernel knows when it is compiled. Poses have M rows of A, votes M rows of E; AP and EH * EL are padded."""
+
+    M: int
+    A: int
+    AP: int
+    E: int
+    EH: int
+    EL: int
+    JB: int
+    JL: int
+    C: int
+    BN: int
+    KS: int
+    STRIDE: int
+    SCRAMBLED: bool
+    SHARING: int
+    OFFSET: bool
+    DT: tl.dtype
+    PRECISION: str
+
+
+class Space(NamedTuple):
+    """Where things are, as a kernel is told at each launch: the poses' strides, and how many of everything."""
+
+    sb: int
+    sc: int
+    sp: int
+    sh: int
+    sw: int
+    Y: int
+    X: int
+    N: int
+    I: int  # noqa: E741
+    J: int
+
+
+@triton.jit
+def column(T: tl.constexpr, C: tl.constexpr):
+    """Child, entry of the row and parent of each column."""
+    q = tl.arange(0, C * T.EH * T.JL * T.EL)
+    return q // (T.EH * T.JL * T.EL), q // (T.JL * T.EL) % T.EH * T.EL + q % T.EL, q // T.EL % T.JL
+
+
+@triton.jit
+def children_at(n, i, m, S, T: tl.constexpr):
+    """Where row m of the poses of children i to i + C lies, and whether it is there. Shapes: [BN, (c a)]"""
+    k = tl.arange(0, T.C * T.AP)
+    a = (k % T.AP)[None, :]
+    child = (i + k // T.AP)[None, :]
+    sites = S.Y * S.X
+    site = (n % sites)[:, None]
+    entry = m * T.A + a
+    if T.SCRAMBLED:
+        flat = site * (T.M * T.A) + entry
+        site, entry = flat % sites, flat // sites
+    at = (n // sites).to(tl.int64)[:, None] * S.sb + entry * S.sp
+    at += (site // S.X * T.STRIDE) * S.sh + (site % S.X * T.STRIDE) * S.sw
+    at += child // (T.KS * T.KS) * S.sc + child // T.KS % T.KS * S.sh + child % T.KS * S.sw
+    return at, (n < S.N)[:, None] & (child < S.I) & (a < T.A)
+
+
+@triton.jit
+def load_children(poses, n, i, S, T: tl.constexpr):
+    """Shapes: M times [JB, BN, (c a)], the same for every JB"""
+    rows = ()
+    for m in tl.static_range(T.M):
+        at, there = children_at(n, i, m, S, T)
+        tile = tl.load(poses + at, mask=there, other=0.0).to(T.DT)
+        rows = rows + (tl.broadcast_to(tile[None], (T.JB, T.BN, T.C * T.AP)),)
+    return rows
+
+
+@triton.jit
+def weight_at(i, j, S, T: tl.constexpr):
+    """Where the weights of child i for the parents from j on lie, and whether they are there.
+
+    Shapes: [JB, (c a), (e j)]
+    """
+    k = tl.arange(0, T.C * T.AP)
+    a, child = (k % T.AP)[None, :, None], (i + k // T.AP)[None, :, None]
+    _, e, low = column(T, 1)
+    parent = (j + tl.arange(0, T.JB)[:, None] * T.JL + low[None, :])[:, None, :]
+    there = (parent < S.J) & (e < T.E)[None, None, :] & (child < S.I) & (a < T.A)
+    return ((child // T.SHARING * T.A + a) * S.J + parent) * T.E + e[None, None, :], there
+
+
+@triton.jit
+def load_weight(weight, i, j, S, T: tl.constexpr):
+    """Weights of children i to i + C, zero where the child of a row is not that of a column.
+
+    Shapes: [JB, (c a), (c e j)]
+    """
+    at, there = weight_at(i, j, S, T)
+    dense = tl.load(weight + at, mask=there, other=0.0).to(T.DT)[:, :, None, :]
+    return tl.reshape(tl.where(own_child(T), dense, 0.0), (T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL))
+
+
+@triton.jit
+def offset_at(i, j, m, S, T: tl.constexpr):
+    """Where row m of what is added to the votes [i, j, d] lies, and whether it is there. Shapes: [JB, (c e j)]"""
+    child, e, low = column(T, T.C)
+    parent = j + tl.arange(0, T.JB)[:, None] * T.JL + low[None, :]
+    at = ((i + child)[None, :] * S.J + parent) * (T.M * T.E) + m * T.E + e[None, :]
+    return at, (parent < S.J) & ((i + child < S.I) & (e < T.E))[None, :]
+
+
+@triton.jit
+def first_votes(offset, nothing, i, j, m, S, T: tl.constexpr):
+    """What votes are added to.
+
+    Where they are made twice, `nothing`, which the compiler cannot know to be zero, keeps it from holding on to the
+    first ones, for which there are no registers.
+    """
+    shape: tl.constexpr = (T.JB, T.BN, T.C * T.EH * T.JL * T.EL)
+    start = tl.full(shape, 0.0, tl.float32) + nothing
+    if T.OFFSET:
+        at, there = offset_at(i, j, m, S, T)
+        start += tl.load(offset + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
+    return start
+
+
+@triton.jit
+def cast_votes(children, weight, start, T: tl.constexpr):
+    """Shapes: [JB, BN, (c a)], [JB, (c a), (c e j)] -> [JB, BN, C, EH, JL, EL]"""
+    votes = tl.dot(children, weight, start, input_precision=T.PRECISION)
+    return tl.reshape(votes, (T.JB, T.BN, T.C, T.EH, T.JL, T.EL))
+
+
+@triton.jit
+def pairs_at(i, j, S, T: tl.constexpr):
+    """Where [i, j] lies, whether it is there, and whether its parent is. Shapes: [JB, 1, C, JL], the last without C"""
+    child = (i + tl.arange(0, T.C))[None, None, :, None]
+    parent = (j + tl.arange(0, T.JB)[:, None] * T.JL + tl.arange(0, T.JL)[None, :])[:, None, None, :]
+    return child * S.J + parent, (child < S.I) & (parent < S.J), parent < S.J
+
+
+@triton.jit
+def children_of(n, i, S, T: tl.constexpr):
+    """Where [n, i] lies, and whether it is there. Shapes: [BN, C]"""
+    child = (i + tl.arange(0, T.C))[None, :]
+    return n.to(tl.int64)[:, None] * S.I + child, (n < S.N)[:, None] & (child < S.I)
+
+
+@triton.jit
+def rows_at(n, j, m, S, T: tl.constexpr):
+    """Where row m of the parents [n, j, d] lies, and whether it is there. Shapes: [JB, BN, (e j)]"""
+    _, e, low = column(T, 1)
+    parent = j + tl.arange(0, T.JB)[:, None, None] * T.JL + low[None, None, :]
+    there = (n < S.N)[None, :, None] & (parent < S.J) & (e < T.E)[None, None, :]
+    return (n.to(tl.int64)[None, :, None] * S.J + parent) * (T.M * T.E) + (m * T.E + e)[None, None, :], there
+
+
+@triton.jit
+def load_rows(x, n, j, S, T: tl.constexpr):
+    """What belongs to windows, row by row. Shapes: x [n, j, d] -> M times [JB, BN, 1, EH, JL, EL]"""
+    rows = ()
+    for m in tl.static_range(T.M):
+        at, there = rows_at(n, j, m, S, T)
+        row = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        rows = rows + (tl.reshape(row, (T.JB, T.BN, 1, T.EH, T.JL, T.EL)),)
+    return rows
+
+
+@triton.jit
+def no_rows(T: tl.constexpr):
+    rows = ()
+    for _ in tl.static_range(T.M):
+        rows = rows + (tl.zeros((T.JB, T.BN, T.EH, T.JL, T.EL), dtype=tl.float32),)
+    return rows
+
+
+@triton.jit
+def store_rows(x, rows, split, n, j, S, T: tl.constexpr):
+    """Shapes: M times [JB, BN, EH, JL, EL] -> x [splits, n, j, d]"""
+    x += split.to(tl.int64) * S.N * S.J * (T.M * T.E)
+    for m in tl.static_range(T.M):
+        at, there = rows_at(n, j, m, S, T)
+        tl.store(x + at, tl.reshape(rows[m], (T.JB, T.BN, T.EH * T.JL * T.EL)), mask=there)
+
+
+@triton.jit
+def over_entries(x):
+    """Shapes: [JB, BN, C, EH, JL, EL] -> [JB, BN, C, JL]"""
+    return tl.sum(tl.sum(x, 5), 3)
+
+
+@triton.jit
+def to_entries(x):
+    """Shapes: [JB, BN, C, JL] -> [JB, BN, C, 1, JL, 1]"""
+    return x[:, :, :, None, :, None]
+
+
+@triton.jit
+def over_parents(x):
+    """Shapes: [JB, BN, C, JL] -> [BN, C]"""
+    return tl.sum(tl.sum(x, 3), 0)
+
+
+@triton.jit
+def to_parents(x):
+    """Shapes: [BN, C] -> [1, BN, C, 1]"""
+    return x[None, :, :, None]
+
+
+@triton.jit
+def own_child(T: tl.constexpr):
+    """Whether the child of a row is that of a column. Shapes: [1, (c a), C, 1]"""
+    return ((tl.arange(0, T.C * T.AP) // T.AP)[:, None] == tl.arange(0, T.C)[None, :])[None, :, :, None]
+
+
+@triton.jit
+def add_up(x, value, there, ATOMIC: tl.constexpr):
+    if ATOMIC:
+        tl.atomic_add(x, value, mask=there, sem="relaxed")
+    else:
+        tl.store(x, value, mask=there)
+
+
+@triton.jit
+def hand_down(
+    grad, children, weight, d_weight, d_poses, d_offset, n, i, j, m, S, T: tl.constexpr, ATOMIC: tl.constexpr
+):
+    """Takes the gradient of row m of the votes to the poses; returns the weights', added to `d_weight`.
+
+    Shapes: grad [JB, BN, C, EH, JL, EL], d_weight [JB, (c a), (c e j)] and on the diagonal only, d_poses [n, i, p],
+        d_offset [i, j, d]
+    """
+    grad = tl.reshape(grad, (T.JB, T.BN, T.C * T.EH * T.JL * T.EL))
+    if T.OFFSET:
+        at, there = offset_at(i, j, m, S, T)
+        add_up(d_offset + at, tl.sum(grad, 1), there, ATOMIC)
+    grad = grad.to(T.DT)
+    d_children = tl.sum(tl.dot(grad, tl.permute(weight, (0, 2, 1)), input_precision=T.PRECISION), 0)
+    k = tl.arange(0, T.C * T.AP)[None, :]
+    child, a = i + k // T.AP, k % T.AP
+    there = (n < S.N)[:, None] & (child < S.I) & (a < T.A)
+    at = (n.to(tl.int64)[:, None] * S.I + child) * (T.M * T.A) + m * T.A + a
+    tl.store(d_poses + at, d_children.to(d_poses.dtype.element_ty), mask=there)
+    return tl.dot(tl.permute(children, (0, 2, 1)), grad, d_weight, input_precision=T.PRECISION)
+
+
+@triton.jit
+def no_weight_gradient(T: tl.constexpr):
+    return tl.zeros((T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL), dtype=tl.float32)
+
+
+@triton.jit
+def store_weight_gradient(x, grad, i, j, S, T: tl.constexpr, ATOMIC: tl.constexpr):
+    grad = tl.reshape(grad, (T.JB, T.C * T.AP, T.C, T.EH * T.JL * T.EL))
+    at, there = weight_at(i, j, S, T)
+    add_up(x + at, tl.sum(tl.where(own_child(T), grad, 0.0), 2), there, ATOMIC)
+
+
+@triton.jit
+def fold(windows, poses, B, H, W, CAPS, S, T: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up what each child got in all its windows. Shapes: windows [n, (c k k), p] -> poses [b, h, w, c, p]"""
+    P: tl.constexpr = T.M * T.A
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    p, c, x, y = at % P, at // P % CAPS, at // (P * CAPS) % W, at // (P * CAPS * W) % H
+    image = at // (P * CAPS * W * H)
+    there = image < B
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tap in tl.static_range(T.KS * T.KS):
+        row, col = y - tap // T.KS, x - tap % T.KS
+        seen = there & (row >= 0) & (col >= 0) & (row % T.STRIDE == 0) & (col % T.STRIDE == 0)
+        row, col = row // T.STRIDE, col // T.STRIDE
+        seen = seen & (row < S.Y) & (col < S.X)
+        site, entry = row * S.X + col, p
+        if T.SCRAMBLED:
+            flat = p * (S.Y * S.X) + site
+            site, entry = flat // P, flat % P
+        source = ((image * (S.Y * S.X) + site) * S.I + c * (T.KS * T.KS) + tap) * P + entry
+        total += tl.load(windows + source, mask=seen, other=0.0).to(tl.float32)
+    tl.store(poses + at, total.to(poses.dtype.element_ty), mask=there)
+
+
+class Plan(NamedTuple):
+    """How votes are cut up for a launch."""
+
+    tile: Tile
+    space: Space
+    per_split: int
+    grid: tuple[int, int, int]  # blocks of windows, splits of the children, blocks of parents
+    options: dict[str, int | bool]
+
+
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def why_not(votes: Votes) -> str | None:
+    """What keeps these votes from running fused, if anything does."""
+    if not (votes.device.type == "cuda" or interpreted()):
+        return f"the votes are on {votes.device.type}"
+    if votes.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the votes are {votes.dtype}"
+    size, columns = votes.weight.shape[1], votes.weight.shape[3]
+    if size > 64 or columns > 64 or votes.dim > 128:
+        return f"a pose of {votes.rows} x {size} and a vote of {votes.rows} x {columns} numbers take too many registers"
+    return None
+
+
+def precision_of(dtype: torch.dtype) -> tuple[tl.dtype, str]:
+    """float16 has no more digits than TF32, and TF32 does not overflow."""
+    if dtype == torch.bfloat16 and not interpreted():
+        return tl.bfloat16, "tf32"
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return tl.float32, "tf32x3" if exact else "tf32"
+
+
+def plan(
+    votes: Votes,
+    backward: bool = False,
+    *,
+    block: int | None = None,
+    low: int | None = None,
+    wide: int = 64,
+    stages: int = 2,
+    registers: int | None = None,
+    programs: int = 1024,
+) -> Plan:
+    """How to cut these votes up.
+
+    Args:
+        block: parents in a program; fewer where poses are large, for a thread has no more than 255 registers.
+        low: of them in a warp, 2, 4 or 8.
+        wide: columns of a product in a warp, over children and entries.
+        programs: enough to keep every multiprocessor busy to the end.
+    """
+    _, size, parents, columns = votes.weight.shape
+    window = votes.window or Window(1)
+    poses = votes.poses
+    y, x = votes.lead[1:] if votes.window is not None else (1, 1)
+    sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
+    large = votes.rows * triton.next_power_of_2(columns) > 32
+    low = (2 if large else 4) if low is None else low
+    block = (16 if large else 32) if block is None else block
+    entries = max(8 // low, triton.next_power_of_2(columns))
+    padded = triton.next_power_of_2(size)
+    children = max(1, min(16 // padded, wide // (entries * low)))
+    high = max(1, min(block, triton.next_power_of_2(parents)) // low)
+    dtype, precision = precision_of(poses.dtype)
+    tile = Tile(
+        M=votes.rows,
+        A=size,
+        AP=max(padded, 16 // children),
+        E=columns,
+        EH=entries * low // 8,
+        EL=8 // low,
+        JB=high,
+        JL=low,
+        C=children,
+        BN=16,
+        KS=window.kernel_size,
+        STRIDE=window.stride,
+        SCRAMBLED=window.scrambled,
+        SHARING=votes.sharing,
+        OFFSET=votes.offset is not None,
+        DT=dtype,
+        PRECISION=precision,
+    )
+    n = 1
+    for number in votes.lead:
+        n *= number
+    over_windows, over_parents = triton.cdiv(n, tile.BN), triton.cdiv(parents, high * low)
+    splits = max(1, min(triton.cdiv(programs, over_windows * over_parents), triton.cdiv(votes.in_caps, 8 * children)))
+    per_split = triton.cdiv(triton.cdiv(votes.in_caps, splits), children) * children
+    return Plan(
+        tile if interpreted() else Tile(*(tl.constexpr(x) for x in tile)),
+        Space(sb, sc, sp, sh, sw, y, x, n, votes.in_caps, parents),
+        per_split,
+        (over_windows, triton.cdiv(votes.in_caps, per_split), over_parents),
+        {"num_warps": high, "num_stages": stages, "enable_fp_fusion": True}
+        | ({} if registers is None else {"maxnreg": registers}),
+    )
+
+
+def fold_windows(windows: Tensor, poses: Tensor, plan: Plan) -> Tensor:
+    """The gradient of the poses from that of each window's.
+
+    Shapes: windows [blocks of parents, n, i, p], poses [b, i, p] or [b, c, p, h, w] -> as poses
+    """
+    if len(windows) > 1:
+        windows = windows.sum(0, keepdim=True)
+    if poses.dim() == 3:
+        return windows[0]
+    b, c, p, h, w = poses.shape
+    folded = torch.empty(b, h, w, c, p, dtype=windows.dtype, device=poses.device)
+    block = 1024
+    fold[(triton.cdiv(folded.numel(), block),)](windows, folded, b, h, w, c, plan.space, plan.tile, block)
+    return folded.permute(0, 3, 4, 1, 2)
