@@ -114,8 +114,7 @@ def test_adam_with_an_epsilon(gradients):
 
 
 def test_kerass_adam_adds_epsilon_before_the_correction(gradients):
-    how = recipe(optimizer_args={"eps": 1e-7})
-    object.__setattr__(how, "optimizer", "adam_keras")
+    how = recipe(optimizer="adam_keras", optimizer_args={"eps": 1e-7})
     found = descend(how, gradients)
     torch.testing.assert_close(found, plain_adam(gradients, 1e-7, True), rtol=1e-10, atol=0)
     assert (found - plain_adam(gradients, 1e-7, False)).abs().max() > 1e-5

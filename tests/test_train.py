@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from torchcaps import checkpoint, losses, prepare
+from torchcaps import checkpoint, losses, power, prepare, progress
 from torchcaps.checkpoint import fingerprint, latest, load_weights
 from torchcaps.data import Batch, DataSet, load
 from torchcaps.data.augment import resize, shift
+from torchcaps.optim import create_optimizer
 from torchcaps.prepare import RunError, seed_of
 from torchcaps.progress import Lines
 from torchcaps.recipes import Recipe
-from torchcaps.train import cut, loss_terms, train
+from torchcaps.sharded import Gathered, Whole
+from torchcaps.step import cut, loss_terms
+from torchcaps.train import train
 from torchcaps.types import Output
 
 ROOT = Path(__file__).parents[1]
@@ -269,7 +272,7 @@ def test_a_signal_saves_and_ends(number, phase, tmp_path, monkeypatch):
         return call
 
     where = {
-        "step": ("torchcaps.train.set_rates", 11),
+        "step": ("torchcaps.step.set_rates", 11),
         "validation": ("torchcaps.train.predict", 2),
         "save": ("torchcaps.checkpoint.seal", 3),
     }
@@ -398,11 +401,188 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         ({}, {"device": "tpu"}, "device 'tpu' is not known"),
         ({"precision": "fp16"}, {}, "fp16 needs a CUDA device"),
         ({}, {"data": replace(few_digits(), validation=None)}, "select='best' needs a validation set"),
+        ({"stop_at": 0.9}, {"data": replace(few_digits(), validation=None)}, "stop_at needs a validation set"),
+        ({}, {"strategy": "pipeline"}, "strategy must be one of auto, ddp, fsdp, got 'pipeline'"),
+        ({}, {"strategy": "fsdp"}, "this run is on cpu, and it needs CUDA devices; strategy='ddp' goes with"),
+        ({}, {"capture": True}, "cannot be captured in a CUDA graph: this run is on cpu"),
     ],
 )
 def test_what_cannot_be_done_is_said(changes, options, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence):
         tiny(replace(RECIPE, **changes), tmp_path, **options)
+
+
+def test_a_run_ends_when_it_is_good_enough(tmp_path):
+    recipe = replace(RECIPE, lr=1e-2, ema=0.0, epochs=12, stop_at=0.5)
+    run = tiny(recipe, tmp_path / "whole")
+    accuracies = [1 - row["validation_error"] for row in run.metrics]
+    assert run.reached == len(accuracies) < 12
+    assert accuracies[-1] >= 0.5 > max(accuracies[:-1])
+    final = json.loads((tmp_path / "whole" / "final.json").read_text())
+    assert (final["reached_stop_at"], final["epochs"], final["step"]) == (run.reached, run.reached, 8 * run.reached)
+    tiny(recipe, tmp_path / "paused", limit=8 * run.reached)
+    assert tiny(recipe, tmp_path / "paused", resume=True).finished
+    assert tiny(recipe, tmp_path / "paused", resume=True).reached == run.reached
+    assert outcome(tmp_path / "paused") == outcome(tmp_path / "whole")
+    assert tiny(replace(RECIPE, epochs=1, stop_at=1.0), tmp_path / "never").reached is None
+
+
+def test_fsdp_goes_to_fabric_where_it_can(monkeypatch):
+    given = {}
+    monkeypatch.setattr(prepare, "Fabric", lambda **options: given.update(options))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    plain = replace(RECIPE, ema=0.0)
+    prepare.create_fabric(replace(plain, precision="bf16"), "cuda", devices=2, nodes=3, strategy="fsdp")
+    assert given == {
+        "accelerator": "cuda",
+        "devices": 2,
+        "num_nodes": 3,
+        "strategy": "fsdp",
+        "precision": "bf16-mixed",
+    }
+    for strategy, used in (("auto", "ddp"), ("ddp", "ddp")):
+        prepare.create_fabric(plain, "cuda", devices=2, strategy=strategy)
+        assert given["strategy"] == used
+    prepare.create_fabric(plain, "cuda", strategy="ddp")
+    assert given["strategy"] == "auto"
+    for recipe, devices, sentence in (
+        (plain, 1, "this run has one device only"),
+        (RECIPE, 2, "which ema needs"),
+        (replace(plain, clip=None, clip_value=1.0), 2, "clips gradients by their norm"),
+    ):
+        with pytest.raises(ValueError, match=f"fsdp cannot be used: .*{sentence}"):
+            prepare.create_fabric(recipe, "cuda", devices=devices, strategy="fsdp")
+
+
+def test_fsdp_cannot_compare_over_the_batch(monkeypatch):
+    class FSDPStrategy: ...
+
+    fabric = type("Two", (), {"world_size": 2, "device": torch.device("cpu"), "strategy": FSDPStrategy()})()
+    monkeypatch.setattr(prepare, "create_model", lambda name, **arguments: nn.Sequential(Tiny()))
+    with pytest.raises(ValueError, match="fsdp cannot be used: 0 compares over the whole batch"):
+        prepare.create_network(RECIPE, few_digits(), fabric)
+
+
+def test_gathered_state_is_that_of_one_process():
+    torch.manual_seed(0)
+    network, other = Tiny(), Tiny()
+    network.decoder.requires_grad_(False)
+    other.decoder.requires_grad_(False)
+    names = [name for name, weight in network.named_parameters() if weight.requires_grad]
+    optimizers = [create_optimizer(RECIPE, each.parameters()) for each in (network, other)]
+    network(torch.rand(4, 1, 8, 8)).scores.sum().backward()
+    optimizers[0].step()
+    whole, gathered = Whole(network, optimizers[0]), Gathered(network, optimizers[0], names)
+    assert fingerprint(gathered.weights()) == fingerprint(whole.weights())
+    assert fingerprint(gathered.moments()) == fingerprint(whole.moments())
+    Gathered(other, optimizers[1], names).load(whole.weights(), whole.moments())
+    assert fingerprint(Whole(other, optimizers[1]).moments()) == fingerprint(whole.moments())
+    assert fingerprint(other.state_dict()) == fingerprint(network.state_dict())
+
+
+def test_bf16_on_a_cpu_needs_nothing_set(tmp_path):
+    """On CPUs that advertise AMX it may end the process, unless oneDNN is told before it does anything."""
+    call = (
+        "import torch, pathlib, torchcaps, tests.test_train as t\n"
+        f"run = t.tiny(t.replace(t.RECIPE, epochs=1), pathlib.Path({str(tmp_path)!r}), precision='bf16')\n"
+        "assert run.finished"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_routing_does_is_logged_and_survives_a_pause(tmp_path):
+    recipe = replace(BY_HEART["efficient_capsnet"][1], epochs=2, batch_size=16)
+    few = load("digits").train.take(torch.arange(32))
+    data = DataSet("few", few, few, few, train_transform=(resize(12),), test_transform=(resize(12),))
+    options = {"data": data, "device": "cpu", "log": None}
+    train(recipe, out=tmp_path / "whole", **options)
+    train(recipe, out=tmp_path / "paused", limit=3, **options)
+    train(recipe, out=tmp_path / "paused", resume=True, **options)
+    text = (tmp_path / "whole" / "routing.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["epoch"], line["step"], line["images"]) for line in lines] == [(1, 2, 32), (2, 4, 32)]
+    assert lines[0]["layers"] != lines[1]["layers"]
+    assert (tmp_path / "paused" / "routing.jsonl").read_text() == text
+    assert outcome(tmp_path / "paused") == outcome(tmp_path / "whole")
+
+
+def test_a_log_of_routing_that_fails_does_not_end_a_run(tmp_path, monkeypatch):
+    def fail(network, images):
+        raise RuntimeError("it has no room")
+
+    monkeypatch.setattr(sys.modules["torchcaps.train"], "routing_log", fail)
+    said = io.StringIO()
+    assert tiny(replace(RECIPE, epochs=1), tmp_path, log=Lines(said), tensorboard=False).finished
+    assert "routing.jsonl leaves out epoch 1: it has no room" in said.getvalue()
+
+
+def test_channels_last_changes_roundings_alone(tmp_path):
+    plain = replace(RECIPE, epochs=1, model_args={"dropout": 0.0})
+    one, two = (tiny(plain, tmp_path / str(layout), channels_last=layout) for layout in (False, True))
+    assert one.metrics[0] == pytest.approx(two.metrics[0], rel=1e-5)
+    assert one.model.features[0].weight.is_contiguous()
+    assert two.model.features[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def points(folder):
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_each_point_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    recipe = replace(RECIPE, epochs=26)
+    run = tiny(recipe, tmp_path / "whole", tensorboard=True)
+    whole = points(tmp_path / "whole")
+    assert [step for step, _ in whole["step/loss"]] == [100, 200]
+    assert whole["epoch/margin"] == [(row["step"], pytest.approx(row["margin"])) for row in run.metrics]
+    assert {"epoch/validation_error", "epoch/lr", "epoch/images_per_second", "step/penalty"} <= whole.keys()
+    for limit in (60, 100, 104, 105):
+        tiny(recipe, tmp_path / "paused", tensorboard=True, resume=True, limit=limit)
+    for _ in range(2):
+        tiny(recipe, tmp_path / "paused", tensorboard=True, resume=True)
+    paused = points(tmp_path / "paused")
+    for found in (paused, whole):
+        found.pop("epoch/images_per_second")
+    assert paused == whole
+
+
+def test_tensorboard_is_left_out_where_it_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    tiny(replace(RECIPE, epochs=1), tmp_path / "without", log=Lines(io.StringIO()))
+    assert not (tmp_path / "without" / "tensorboard").exists()
+    with pytest.raises(ValueError, match="TensorBoard is not installed"):
+        tiny(replace(RECIPE, epochs=1), tmp_path / "needed", tensorboard=True)
+
+
+def test_energy_is_counted_where_the_kernel_tells(tmp_path, monkeypatch):
+    zones = {"intel-rapl:0": 999_000_000, "intel-rapl:1": 5_000_000, "intel-rapl:0:0": 7}
+
+    def tell(**counters):
+        for zone, count in zones.items():
+            (tmp_path / zone).mkdir(exist_ok=True)
+            (tmp_path / zone / "energy_uj").write_text(f"{counters.get(zone[-1], count)}\n")
+            (tmp_path / zone / "max_energy_range_uj").write_text("1000000000\n")
+
+    monkeypatch.setattr(power, "POWERCAP", tmp_path)
+    cpu = torch.device("cpu")
+    assert power.Counter(cpu).since() is None
+    tell()
+    counter, second = power.Counter(cpu), power.Counter(cpu, local_rank=1)
+    zones.update({"intel-rapl:0": 2_000_000, "intel-rapl:1": 7_500_000})  # the first went around
+    tell()
+    assert counter.since() == pytest.approx(3 + 2.5)
+    assert counter.since() == 0
+    assert second.since() == 0
+    run = tiny(replace(RECIPE, epochs=1), tmp_path / "run")
+    assert run.joules == 0
+    assert json.loads((tmp_path / "run" / "final.json").read_text())["joules"] == 0
+    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
+    assert counter.since() is None
 
 
 def test_without_reconstruction_the_decoder_is_left_alone(tmp_path):
@@ -425,15 +605,15 @@ def test_the_terms_of_the_loss():
     pictures, targets = torch.rand(4, 2, 1, 8, 8), torch.rand(4, 2, 1, 8, 8)
     output = Output(scores, None, pictures, torch.tensor(3.0), scores)
     batch = Batch(torch.rand(4, 1, 8, 8), labels, targets)
-    terms = loss_terms(replace(RECIPE, loss="spread", reconstruction=0.5), output, batch, step=200_000)
+    terms = loss_terms(replace(RECIPE, loss="spread", reconstruction=0.5), output, batch, margin=0.7)
     assert list(terms) == ["spread", "reconstruction", "penalty"]
-    assert terms["spread"] == losses.spread_loss(scores, labels, losses.spread_margin(200_000))
+    assert terms["spread"] == losses.spread_loss(scores, labels, 0.7)
     expected = 0.5 * losses.reconstruction_loss(pictures, targets, reduction="sum", labels=labels)
     assert terms["reconstruction"] == expected
     for loss in ("margin", "cross_entropy", "binary_cross_entropy"):
-        assert next(iter(loss_terms(replace(RECIPE, loss=loss, reconstruction=0.0), output, batch, 0))) == loss
+        assert next(iter(loss_terms(replace(RECIPE, loss=loss, reconstruction=0.0), output, batch))) == loss
     with pytest.raises(ValueError, match="reconstructs nothing"):
-        loss_terms(RECIPE, output._replace(reconstruction=None), batch, 0)
+        loss_terms(RECIPE, output._replace(reconstruction=None), batch)
 
 
 def test_a_huge_validation_set_is_sampled():
@@ -464,7 +644,7 @@ def in_two_ranks(folder):
     tiny(recipe, folder / "two", limit=11)
     tiny(recipe, folder / "two", resume=True)
     if os.environ["RANK"] == "1":
-        sys.modules["torchcaps.train"].set_rates = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        sys.modules["torchcaps.step"].set_rates = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tiny(recipe, folder / "dead")
 
 

@@ -4,6 +4,10 @@
 >>> model(images).probabilities
 """
 
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bfloat16 crashes on some CPUs that advertise AMX
+
 from torchcaps import data, functional, layers, losses, models, ops, routing
 from torchcaps.functional import length, squash, squash_exp
 from torchcaps.layers import CapsuleStack, ConvCaps, Decoder, LinearCaps, PrimaryCaps

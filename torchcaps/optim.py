@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,48 +72,73 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
     return lr / (1 + recipe.optimizer_args.get("decay", 0.0) * step)
 
 
-def adam(parameters: Iterable[nn.Parameter], lr: float, **options: Any) -> Adam:
-    """`weight_decay` is L2, added to the gradient."""
-    return Adam(parameters, lr, **options)
+class AdamKeras(Optimizer):
+    """Keras's and TensorFlow's Adam: w = w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps).
 
+    torch corrects v before it adds eps, where this one would be eps / sqrt(1 - beta2^t). `set_rates` puts both
+    corrections into the learning rate, so `step` keeps no count.
+    """
 
-def adam_keras(
-    parameters: Iterable[nn.Parameter],
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-7,
-    weight_decay: float = 0.0,
-) -> Adam:
-    """Keras and TensorFlow add eps to sqrt(v) before its bias is corrected: torch's eps over sqrt(1 - beta2^t)."""
-    return Adam(parameters, lr, (betas[0], betas[1]), eps, weight_decay)
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-7,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(parameters, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
-
-def adamw(parameters: Iterable[nn.Parameter], lr: float, **options: Any) -> AdamW:
-    return AdamW(parameters, lr, **options)
-
-
-def sgd(parameters: Iterable[nn.Parameter], lr: float, **options: Any) -> SGD:
-    return SGD(parameters, lr, **options)
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            gradients: Any = [p.grad for p in weights]
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight] = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+            means, squares = ([self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq"))
+            if group["weight_decay"]:
+                gradients = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
+            torch._foreach_lerp_(means, gradients, 1 - group["betas"][0])
+            torch._foreach_mul_(squares, group["betas"][1])
+            torch._foreach_addcmul_(squares, gradients, gradients, 1 - group["betas"][1])
+            roots = torch._foreach_sqrt(squares)
+            torch._foreach_add_(roots, group["eps"])
+            changes = torch._foreach_div(means, roots)
+            torch._foreach_mul_(changes, group["lr"])
+            torch._foreach_sub_(weights, changes)
 
 
 def rmsprop_keras(
-    parameters: Iterable[nn.Parameter], lr: float, rho: float = 0.9, eps: float = 1e-7, weight_decay: float = 0.0
+    parameters: Iterable[nn.Parameter],
+    lr: float | Tensor,
+    rho: float = 0.9,
+    eps: float = 1e-7,
+    weight_decay: float = 0.0,
+    **options: Any,
 ) -> RMSprop:
     """a = rho a + (1 - rho) g^2, then w = w - lr g / (sqrt(a) + eps), with `decay` in the learning rate."""
-    return RMSprop(parameters, lr, alpha=rho, eps=eps, weight_decay=weight_decay)
+    return RMSprop(parameters, lr, alpha=rho, eps=eps, weight_decay=weight_decay, **options)
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
-    "adam": (adam, ("betas", "eps", "weight_decay")),
-    "adam_keras": (adam_keras, ("betas", "eps", "weight_decay")),
-    "adamw": (adamw, ("betas", "eps", "weight_decay")),
-    "sgd": (sgd, ("momentum", "weight_decay", "nesterov")),
+    "adam": (Adam, ("betas", "eps", "weight_decay")),  # weight_decay is L2, added to the gradient
+    "adam_keras": (AdamKeras, ("betas", "eps", "weight_decay")),
+    "adamw": (AdamW, ("betas", "eps", "weight_decay")),
+    "sgd": (SGD, ("momentum", "weight_decay", "nesterov")),
     "rmsprop_keras": (rmsprop_keras, ("rho", "eps", "weight_decay")),
 }
 
 
-def create_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The recipe's, over those parameters that take part in training."""
+def create_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter], capturable: bool = False) -> Optimizer:
+    """The recipe's, over those parameters that take part in training.
+
+    On CUDA all of them are changed in one kernel where torch has one. A capturable optimiser has its learning rate on
+    the device, so that a CUDA graph sees it change.
+    """
     make, takes = _known("optimizer", recipe.optimizer, OPTIMIZERS)
     options = {word: value for word, value in recipe.optimizer_args.items() if word != "decay"}
     for word in options:
@@ -120,18 +146,39 @@ def create_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> Opti
             raise ValueError(
                 f"the optimizer {recipe.optimizer} has no {word!r}; it takes {', '.join((*takes, 'decay'))}"
             )
-    return make([p for p in parameters if p.requires_grad], recipe.lr, **options)
+    trained = [p for p in parameters if p.requires_grad]
+    on_cuda = bool(trained) and all(p.is_cuda for p in trained)
+    if on_cuda and recipe.optimizer in ("adam", "adamw", "sgd"):
+        options["fused"] = True
+    if capturable and recipe.optimizer in ("adam", "adamw", "rmsprop_keras"):
+        options["capturable"] = True
+    lr = torch.tensor(recipe.lr, device=trained[0].device) if capturable else recipe.lr
+    optimizer = make(trained, lr, **options)
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # a few steps are, and may be
+    return optimizer
 
 
 def set_rates(optimizer: Optimizer, recipe: Recipe, step: int, steps_per_epoch: int) -> float:
     """Readies an optimiser for its update number `step`, and gives the learning rate."""
     lr = learning_rate(recipe, step, steps_per_epoch)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        rate = lr
         if recipe.optimizer == "adam_keras":
-            eps = recipe.optimizer_args.get("eps", 1e-7)
-            group["eps"] = eps / math.sqrt(1 - group["betas"][1] ** (step + 1))
+            first, second = group["betas"]
+            rate *= math.sqrt(1 - second ** (step + 1)) / (1 - first ** (step + 1))
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
     return lr
+
+
+def load_moments(optimizer: Optimizer, moments: dict[Any, Any]) -> None:
+    """Loads the `state` of an optimiser's state_dict, laid out in memory as the weights are."""
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            for name, value in optimizer.state[weight].items():
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                    optimizer.state[weight][name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
 class EMA:
@@ -188,11 +235,18 @@ def _known(what: str, word: str, known: dict[str, Any]) -> Any:
 
 
 def _check_words(what: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
-    own = [p for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY]
-    takes = ", ".join(p.name for p in own) or "nothing"
+    own = _keywords(function)
+    takes = ", ".join(own) or "nothing"
     for word in given:
-        if word not in {p.name for p in own}:
+        if word not in own:
             raise ValueError(f"{what} has no {word!r}; it takes {takes}")
-    for p in own:
-        if p.default is p.empty and p.name not in given:
-            raise ValueError(f"{what} needs {p.name!r}; it takes {takes}")
+    for word, needed in own.items():
+        if needed and word not in given:
+            raise ValueError(f"{what} needs {word!r}; it takes {takes}")
+
+
+@cache
+def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
+    """What a schedule takes of its own, and whether it must be given."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    return {p.name: p.default is p.empty for p in own}

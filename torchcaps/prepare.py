@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from torchcaps.fabric import Fabric
 from torchcaps.models import create_model
 from torchcaps.recipes import Recipe
 
+STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = {"32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -36,7 +38,9 @@ def check(recipe: Recipe) -> None:
         raise ValueError("clip and clip_value are both given; gradients are clipped by their norm or by value")
 
 
-def create_fabric(recipe: Recipe, device: str = "auto", devices: int = 1, nodes: int = 1) -> Fabric:
+def create_fabric(
+    recipe: Recipe, device: str = "auto", devices: int = 1, nodes: int = 1, strategy: str = "auto"
+) -> Fabric:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // devices
@@ -54,22 +58,59 @@ def create_fabric(recipe: Recipe, device: str = "auto", devices: int = 1, nodes:
         raise ValueError(f"{devices} x {device} is not there; this machine has {there[kind]} of {kind}")
     if kind != "cuda" and recipe.precision == "fp16":
         raise ValueError(f"fp16 needs a CUDA device and this run is on {kind}; bf16 has no such need")
-    which: Any = [int(number)] if number and kind == "cuda" else devices
     several = devices * nodes > 1
+    check_strategy(strategy, recipe, kind, several)
+    which: Any = [int(number)] if number and kind == "cuda" else devices
     return Fabric(
         accelerator=kind,
         devices=which,
         num_nodes=nodes,
-        strategy="ddp" if several else "auto",
+        strategy=("ddp" if strategy == "auto" else strategy) if several else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
     )
+
+
+def check_strategy(strategy: str, recipe: Recipe, kind: str, several: bool) -> None:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if strategy != "fsdp":
+        return
+    problem = (
+        f"this run is on {kind}, and it needs CUDA devices"
+        if kind != "cuda"
+        else "this run has one device only"
+        if not several
+        else "its weights are nowhere whole, which ema needs"
+        if recipe.ema
+        else "it clips gradients by their norm, not by value"
+        if recipe.clip_value is not None
+        else ""
+    )
+    if problem:
+        raise ValueError(f"fsdp cannot be used: {problem}; strategy='ddp' goes with everything")
+
+
+def may_capture(recipe: Recipe, fabric: Fabric, wish: bool | None) -> bool:
+    """Whether a step can be a CUDA graph. None asks for it where it can; True, where it cannot, is an error."""
+    problem = (
+        f"this run is on {fabric.device.type}, not on a CUDA device"
+        if fabric.device.type != "cuda"
+        else "several processes have to wait for each other"
+        if fabric.world_size > 1
+        else "fp16 asks the device at each step whether its scale was too large"
+        if recipe.precision == "fp16"
+        else ""
+    )
+    if wish and problem:
+        raise ValueError(f"the step cannot be captured in a CUDA graph: {problem}; leave capture out")
+    return wish is not False and not problem
 
 
 def load_data(recipe: Recipe) -> DataSet:
     return load(recipe.data, validation=recipe.validation, protocol=recipe.protocol, **recipe.data_args)
 
 
-def create_network(recipe: Recipe, data: DataSet, fabric: Fabric) -> nn.Module:
+def create_network(recipe: Recipe, data: DataSet, fabric: Fabric, channels_last: bool | None = None) -> nn.Module:
     """On several GPUs batch norm is over all of them; what a network compares over its batch is over all ranks."""
     sizes = {"image": data.image, "classes": data.classes}
     network = create_model(recipe.model, **{**sizes, **recipe.model_args})
@@ -78,9 +119,13 @@ def create_network(recipe: Recipe, data: DataSet, fabric: Fabric) -> nn.Module:
     if fabric.world_size > 1:
         if fabric.device.type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-        for module in network.modules():
+        for name, module in network.named_modules():
             if hasattr(module, "gather"):
+                if type(fabric.strategy).__name__ == "FSDPStrategy":
+                    raise ValueError(f"fsdp cannot be used: {name} compares over the whole batch; strategy='ddp' can")
                 module.gather = partial(gather_rows, fabric)  # type: ignore[assignment]
+    if fabric.device.type != "mps" if channels_last is None else channels_last:
+        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
 
 
@@ -105,8 +150,14 @@ def training_batches(recipe: Recipe, data: DataSet, seed: int, shared: dict[str,
         seed=seed,
         samples=recipe.samples,
         drop_last=left_over % world > 0,
+        together=drawn_together(recipe, data) if shared["device"].type == "cuda" else 1,
         **shared,
     )
+
+
+def drawn_together(recipe: Recipe, data: DataSet) -> int:
+    """Batches drawn in one call on a fast device: up to 64, if they take no more than 32 MiB."""
+    return max(1, min(64, (32 << 20) // (4 * recipe.batch_size * math.prod(data.train.image))))
 
 
 def validation_batches(recipe: Recipe, data: DataSet, shared: dict[str, Any]) -> Batches:
@@ -168,19 +219,20 @@ def signals() -> Iterator[list[str]]:
 
 @contextmanager
 def numerics(precision: str, deterministic: bool) -> Iterator[None]:
-    """TF32 and determinism for the time of a run."""
+    """TF32, determinism and, without it, a search for the fastest convolutions, for the time of a run."""
     matmul, always = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    conv = torch.backends.cudnn.allow_tf32
+    conv, search = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.benchmark = not deterministic
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = conv
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = conv, search
         torch.use_deterministic_algorithms(always)
 
 

@@ -1,4 +1,4 @@
-"""How a run is shown while it goes on: a bar on a terminal, a line for each epoch elsewhere."""
+"""How a run is shown while it goes on: a bar on a terminal, elsewhere a line for each epoch, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -85,6 +87,51 @@ class Bar(Lines):
 
     def close(self) -> None:
         self.bar.stop()
+
+
+class Board:
+    """TensorBoard beside another log: the loss every hundred steps, and every column of metrics.csv at each epoch."""
+
+    def __init__(self, log: Log, folder: Path, purge_step: int | None = None, every: int = 100):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.log, self.every = log, every
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    @classmethod
+    def around(cls, log: Log, folder: Path, purge_step: int | None = None, needed: bool = False) -> Log:
+        """The log itself where TensorBoard is not installed, unless it is needed.
+
+        Args:
+            purge_step: of a run that goes on: what stands there from this step on will be written again.
+        """
+        if find_spec("tensorboard") is not None:
+            return cls(log, folder, purge_step)
+        if needed:
+            raise ValueError("TensorBoard is not installed; pip install tensorboard")
+        return log
+
+    def step(self, step: int, total: int, speed: float, terms: Callable[[], Mapping[str, float]]) -> None:
+        self.log.step(step, total, speed, terms)
+        if step % self.every == 0:
+            self._write("step", step, {"loss": sum((values := terms()).values()), **values})
+
+    def epoch(self, row: Mapping[str, Any], epochs: int, speed: float) -> None:
+        self.log.epoch(row, epochs, speed)
+        columns = {name: value for name, value in row.items() if name not in ("epoch", "step")}
+        self._write("epoch", row["step"], {**columns, "images_per_second": speed})
+
+    def say(self, sentence: str) -> None:
+        self.log.say(sentence)
+
+    def close(self) -> None:
+        self.log.close()
+        self.writer.close()
+
+    def _write(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(f"{group}/{name}", value, step)
+        self.writer.flush()
 
 
 def for_terminal() -> Log:

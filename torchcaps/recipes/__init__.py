@@ -22,7 +22,7 @@ CHOICES = {
     "loss": ("margin", "spread", "cross_entropy", "binary_cross_entropy"),
     "loss_scale": ("paper", "official"),
     "reconstruction_reduction": ("sum", "mean"),
-    "optimizer": ("adam", "adamw", "sgd", "rmsprop_keras"),
+    "optimizer": ("adam", "adam_keras", "adamw", "sgd", "rmsprop_keras"),
     "schedule": ("constant", "exponential", "exponential_steps", "steps", "cosine"),
     "select": ("last", "best"),
     "precision": ("32", "tf32", "bf16", "fp16"),
@@ -55,7 +55,9 @@ class Recipe:
 
     `schedule_args`: `decay`, `every` (steps) and `floor` of the exponentials, `milestones` (epochs) and `factor` of
     steps, `warmup` (epochs) and `floor` of cosine. `data_args` are those of `torchcaps.data.load`, the protocol's own
-    among them. `assumed` names the fields, or single arguments of them, that the paper leaves open.
+    among them. `stop_at` is the accuracy on the validation set, above 0 and at most 1, with which training ends: after
+    the first epoch that has it, or after `epochs` if none does. `assumed` names the fields, or single arguments of
+    them, that the paper leaves open.
     """
 
     model: str
@@ -77,6 +79,7 @@ class Recipe:
     samples: int | None = None  # in an epoch, where that is not the whole training set
     validation: float | str | None = None  # as data.load takes it; None leaves it to the protocol
     select: str = "last"  # or the best on validation
+    stop_at: float | None = None  # or earlier than `epochs`, at this accuracy on validation
     ema: float = 0.0
     clip: float | None = None  # the norm of all gradients
     clip_value: float | None = None  # each element
@@ -111,6 +114,8 @@ class Recipe:
         for name in ("ema", "label_smoothing"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+        if self.stop_at is not None and not 0 < self.stop_at <= 1:
+            raise ValueError(f"stop_at is an accuracy above 0 and at most 1, got {self.stop_at}")
         if self.reconstruction < 0:
             raise ValueError(f"reconstruction must be at least 0, got {self.reconstruction}")
 
@@ -151,8 +156,8 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def tables() -> dict[str, ModuleType]:
-    """Every table's file by its name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Every table's file by its name; `own_images`, which has no rows, is none."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "own_images")
     return {name: import_module(f"{__name__}.{name}") for name in names}
 
 

@@ -1,0 +1,73 @@
+"""A training step as a CUDA graph: its hundreds of kernels are launched in one call.
+
+The first steps run as they are: they warm up libraries and optimiser, and they count. Then one is recorded, and every
+full batch from there on is copied to where the recording reads it and replayed. A smaller last batch runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchcaps.data import Batch
+
+Say: TypeAlias = Callable[[str], None]
+WARM_UP = 3  # steps before the recording
+
+
+class Captured:
+    """An update, replayed for batches of `size` images. Where recording fails it runs as it is, and `say` hears why."""
+
+    def __init__(self, update: Callable[[Batch], dict[str, Tensor]], size: int, say: Say):
+        self.update, self.size, self.say = update, size, say
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.before = WARM_UP  # steps before the recording; -1 once it has failed
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        if len(batch.images) != self.size or self.before < 0:
+            return self.update(batch)
+        if self.graph is None:
+            if self.before > 0:
+                self.before -= 1
+                return self.update(batch)
+            try:
+                self.graph = self.record(batch)
+            except RuntimeError as error:
+                self.before = -1
+                renew_generator(batch.images.device)
+                reason = str(error.__context__ or error).splitlines()[0]  # the end of a recording fails as well
+                self.say(f"the step cannot be captured in a CUDA graph and runs without one: {reason}")
+                return self.update(batch)
+        for own, given in zip(self.batch, batch, strict=True):
+            if own is not None and given is not None:
+                own.copy_(given)
+        self.graph.replay()
+        return self.terms
+
+    def record(self, batch: Batch) -> torch.cuda.CUDAGraph:
+        targets = None if batch.targets is None else batch.targets.clone()
+        self.batch = Batch(batch.images.clone(), batch.labels.clone(), targets)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            self.terms = self.update(self.batch)
+        return graph
+
+
+def renew_generator(device: torch.device) -> None:
+    """A recording that failed may leave the random numbers waiting for its end; they are seeded at each step anyway."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator.graphsafe_set_state(torch.Generator(device))
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A graph is recorded on a stream other than the default; all of a run stays on that one."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)

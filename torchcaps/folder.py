@@ -1,0 +1,147 @@
+"""The folder of a run: what it holds, and how it is written so that nothing in it is ever half there.
+
+recipe.json, checkpoints/, metrics.csv, times.csv, routing.jsonl, epochs/, weights.safetensors and final.json.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchcaps import checkpoint
+from torchcaps.data import DataSet
+from torchcaps.fabric import Fabric
+from torchcaps.prepare import RunError, on_first_rank
+from torchcaps.recipes import Recipe
+
+
+@dataclass
+class Progress:
+    """How far a run has come: `batch` batches of `epoch` are done, counted from 0; then validation, then the next."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of metrics.csv
+    routing: list[dict[str, Any]] = field(default_factory=list)  # lines of routing.jsonl
+    best: dict[str, Any] | None = None  # epoch, error and weights
+    times: list[dict[str, Any]] = field(default_factory=list)  # of times.csv
+    seconds: float = 0.0  # spent on steps and validation
+    epoch_seconds: float = 0.0  # on the steps of this epoch
+    joules: float | None = 0.0  # None where nothing tells
+
+    CLOCK = ("times", "seconds", "epoch_seconds", "joules")  # differ from run to run
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What is the same in every run, and what depends on the clock."""
+        values = dict(vars(self))
+        clock = {name: values.pop(name) for name in self.CLOCK}
+        return {"progress": values, "clock": clock}
+
+
+@dataclass
+class Run:
+    """What `train` gives back. A run that is not finished goes on with resume=True; `model` is then as it stands."""
+
+    folder: Path
+    recipe: Recipe
+    seed: int
+    model: nn.Module
+    data: DataSet
+    step: int
+    finished: bool
+    metrics: list[dict[str, Any]]
+    seconds: float
+    selected: int | None = None  # the epoch, from 1, that the weights are of
+    stopped: str = ""  # by which signal, or "limit"
+    reached: int | None = None  # the epoch, from 1, that met the recipe's stop_at
+    joules: float | None = None  # that the device took, where its driver tells
+
+
+class Folder:
+    """Writes on the first rank; a full disk ends the run on all of them, with a sentence."""
+
+    def __init__(self, path: Path, fabric: Fabric, recipe: Recipe, seed: int, data: DataSet):
+        self.path, self.fabric, self.recipe, self.seed, self.data = path, fabric, recipe, seed, data
+        self.checkpoints = path / "checkpoints"
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self._guarded(step, lambda: checkpoint.save(self.checkpoints, step, weights, state))
+
+    def write_tables(self, now: Progress) -> None:
+        """All rows in one piece, so that a resumed run has each once."""
+        files = {"metrics.csv": as_csv(now.rows), "times.csv": as_csv(now.times)}
+        if now.routing:
+            files["routing.jsonl"] = "".join(json.dumps(line) + "\n" for line in now.routing)
+        for name, text in files.items():
+            self._guarded(now.step, partial(checkpoint.write, self.path / name, text.encode()))
+
+    def write_weights(self, name: str, step: int, weights: dict[str, Tensor], epoch: int) -> None:
+        about = {
+            "recipe": self.recipe.to_dict(),
+            "seed": self.seed,
+            "epoch": epoch,
+            "image": list(self.data.image),
+            "class_names": list(self.data.class_names),
+        }
+        self._guarded(step, lambda: checkpoint.save_weights(self.path / name, weights, about))
+
+    def write_final(self, step: int, final: dict[str, Any]) -> None:
+        content = json.dumps(final, indent=2).encode() + b"\n"
+        self._guarded(step, lambda: checkpoint.write(self.path / "final.json", content))
+
+    def intact(self) -> str:
+        """The end of a sentence about what went wrong."""
+        there = checkpoint.steps(self.checkpoints)
+        return f"; the checkpoint of step {there[-1]} is intact" if there else "; there was no checkpoint yet"
+
+    def _guarded(self, step: int, write: Callable[[], None]) -> None:
+        def attempt() -> None:
+            try:
+                write()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise RunError(f"step {step} could not be saved: {reason}{self.intact()}") from error
+
+        on_first_rank(self.fabric, attempt)
+
+
+def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
+    """Refuses a folder that holds another run, or this one where it is not to be resumed."""
+    mine = {"seed": seed, **recipe.to_dict()}
+    content = {"seed": seed, "recipe": recipe.to_dict()}
+    path = out / "recipe.json"
+    if checkpoint.steps(out / "checkpoints"):
+        if not resume:
+            raise ValueError(f"{out} holds a run already; resume it or choose another folder")
+        try:
+            content = json.loads(path.read_text())
+            theirs = {"seed": content["seed"], **content["recipe"]}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read, so it is not known whose checkpoints these are: {error}"
+            ) from None
+        for name in mine:
+            if theirs.get(name) != mine[name]:
+                raise ValueError(
+                    f"{out} holds a run of another recipe: {name} is {theirs.get(name)!r} there and {mine[name]!r} here"
+                )
+        return
+    checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    if rows:
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()

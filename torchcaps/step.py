@@ -1,0 +1,214 @@
+"""One update of the weights: forward, loss terms, backward, clipping, optimiser, averages.
+
+What changes from step to step (the seed, the learning rate, the spread loss's margin) is set before `Step.update`, and
+what remains is the same at every step and asks the device nothing. So a CUDA graph can hold all of it: see capture.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchcaps import losses
+from torchcaps.capture import Captured, Say
+from torchcaps.data import Batch
+from torchcaps.fabric import Fabric
+from torchcaps.optim import EMA, set_rates
+from torchcaps.prepare import seed_of
+from torchcaps.recipes import Recipe
+from torchcaps.types import Output
+
+
+class Step:
+    """Does one update after another, and keeps their tally.
+
+    Args:
+        model: the network as Fabric has set it up.
+        capture: whether full batches go through a CUDA graph; `say` hears why, where that turns out impossible.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        fabric: Fabric,
+        network: nn.Module,
+        model: Any,
+        optimizer: Optimizer,
+        steps_per_epoch: int,
+        *,
+        capture: bool = False,
+        say: Say = print,
+    ):
+        self.recipe, self.seed, self.fabric = recipe, seed, fabric
+        self.network, self.model, self.optimizer = network, model, optimizer
+        self.steps_per_epoch = steps_per_epoch
+        self.ema = EMA(network, recipe.ema) if recipe.ema else None
+        self.tally = Tally(fabric.device)
+        self.margin = torch.zeros((), device=fabric.device) if capture and recipe.loss == "spread" else 0.0
+        self.class_weights = (
+            None if recipe.class_weights is None else torch.tensor(recipe.class_weights, device=fabric.device)
+        )
+        self.run = Captured(self.update, recipe.batch_size, say) if capture else self.update
+
+    def __call__(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """The update that `step` others came before. Gives the loss terms, which the next call may overwrite."""
+        torch.manual_seed(seed_of(self.seed, step, self.fabric.global_rank))
+        set_rates(self.optimizer, self.recipe, step, self.steps_per_epoch)
+        if self.recipe.loss == "spread":
+            margin = losses.spread_margin(step)
+            self.margin = self.margin.fill_(margin) if isinstance(self.margin, Tensor) else margin
+        terms = self.run(batch)
+        if self.ema is not None:
+            self.ema.update(self.network)
+        self.tally.count(len(batch.images) * self.fabric.world_size)
+        return terms
+
+    def update(self, batch: Batch) -> dict[str, Tensor]:
+        """One step of the optimiser on one batch, cut into `accumulate` parts whose gradients add up to its own."""
+        recipe, fabric = self.recipe, self.fabric
+        self.optimizer.zero_grad()
+        names: tuple[str, ...] = ()
+        values: Tensor | None = None
+        parts = list(cut(batch, recipe.accumulate))
+        for number, part in enumerate(parts, 1):
+            share = len(part.images) / len(batch.images)
+            last = number == len(parts)
+            with nullcontext() if last or fabric.world_size == 1 else fabric.no_backward_sync(self.model):
+                output = self.model(part.images, part.labels)
+                terms = loss_terms(recipe, output, part, margin=self.margin, class_weights=self.class_weights)
+                names, stacked = tuple(terms), share * torch.stack(list(terms.values()))
+                fabric.backward(stacked.sum())
+            values = stacked.detach() if values is None else values + stacked.detach()
+        assert values is not None
+        if recipe.clip is not None:
+            fabric.clip_gradients(self.model, self.optimizer, max_norm=recipe.clip, error_if_nonfinite=False)
+        elif recipe.clip_value is not None:
+            fabric.clip_gradients(self.model, self.optimizer, clip_val=recipe.clip_value)
+        self.optimizer.step()
+        self.tally.add(names, values, len(batch.images) * fabric.world_size)
+        return dict(zip(names, values.unbind(), strict=True))
+
+
+class Tally:
+    """Each loss term's sum over the images of an epoch, kept on the device so that no step waits for it.
+
+    A sum that is not finite never is again, so the number of steps with a finite one says which step spoilt it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.device = device
+        self.names: tuple[str, ...] = ()
+        self.totals = self.good = torch.empty(0, device=device)
+        self.images = self.steps = 0  # that count() has seen
+
+    def add(self, names: tuple[str, ...], values: Tensor, images: int) -> None:
+        """The part done on the device.
+
+        Shapes: values [t], one for each name
+        """
+        if not self.names:
+            self.start(names, torch.zeros(len(names)))
+        self.totals.add_(values, alpha=images)
+        self.good.add_(self.totals - self.totals == 0)
+
+    def count(self, images: int) -> None:
+        self.images, self.steps = self.images + images, self.steps + 1
+
+    def start(self, names: Iterable[str], totals: Tensor, images: int = 0) -> None:
+        self.names, self.images, self.steps = tuple(names), images, 0
+        self.totals = totals.to(self.device, self.dtype)
+        self.good = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+
+    def clear(self) -> None:
+        """For a new epoch, in place: a graph may hold the tensors."""
+        self.totals.zero_()
+        self.good.zero_()
+        self.images = self.steps = 0
+
+    def means(self) -> dict[str, float]:
+        """Read from the device, which is not free."""
+        totals = (self.totals / max(1, self.images)).tolist()
+        return dict(zip(self.names, totals, strict=True)) if self.images else {}
+
+    def first_bad(self) -> tuple[int, str] | None:
+        """How many steps ago a term first was not finite, 1 for the last step, and its name."""
+        bad = [(self.steps - good, name) for name, good in zip(self.names, self.good.tolist(), strict=True)]
+        ago, name = max(bad, key=lambda pair: pair[0], default=(0, ""))
+        return (ago, name) if ago else None
+
+    def state_dict(self) -> dict[str, object]:
+        return {"totals": dict(zip(self.names, self.totals.unbind(), strict=True)), "images": self.images}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        totals, images = state["totals"], state["images"]
+        assert isinstance(totals, dict)
+        assert isinstance(images, int)
+        if totals:
+            self.start(totals, torch.stack(list(totals.values())), images)
+
+
+def loss_terms(
+    recipe: Recipe,
+    output: Output,
+    batch: Batch,
+    *,
+    margin: float | Tensor = 0.0,
+    class_weights: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What is minimised, each term by name and weighted. A pure function, of one replica or of many under vmap.
+
+    Args:
+        margin: of the spread loss, at this step.
+    """
+    terms: dict[str, Tensor] = {}
+    if recipe.loss == "margin":
+        terms["margin"] = losses.margin_loss(
+            output.scores,
+            batch.labels,
+            scale=recipe.loss_scale,  # type: ignore[arg-type]
+            class_weights=class_weights,
+        )
+    elif recipe.loss == "spread":
+        terms["spread"] = losses.spread_loss(output.scores, batch.labels, margin)  # type: ignore[arg-type]
+    elif recipe.loss == "cross_entropy":
+        terms["cross_entropy"] = losses.cross_entropy(
+            output.scores, batch.labels, class_weights=class_weights, label_smoothing=recipe.label_smoothing
+        )
+    else:
+        terms["binary_cross_entropy"] = losses.binary_cross_entropy(output.scores, batch.labels)
+    if recipe.reconstruction:
+        if output.reconstruction is None:
+            raise ValueError(
+                f"{recipe.model} reconstructs nothing; reconstruction must be 0, got {recipe.reconstruction}"
+            )
+        target = batch.images if batch.targets is None else batch.targets
+        error = losses.reconstruction_loss(
+            output.reconstruction,
+            target,
+            reduction=recipe.reconstruction_reduction,  # type: ignore[arg-type]
+            labels=batch.labels,
+        )
+        terms["reconstruction"] = recipe.reconstruction * error
+    if output.penalty is not None:
+        terms["penalty"] = output.penalty
+    return terms
+
+
+def cut(batch: Batch, parts: int) -> Iterator[Batch]:
+    """The batch in so many parts of nearly one size, or as many as it has images."""
+    if parts == 1:
+        yield batch
+        return
+    targets: Iterable[Tensor | None] = [None] * parts if batch.targets is None else batch.targets.tensor_split(parts)
+    for images, labels, own in zip(
+        batch.images.tensor_split(parts), batch.labels.tensor_split(parts), targets, strict=True
+    ):
+        if len(images):
+            yield Batch(images, labels, own)
