@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import torchcaps
 import torchcaps.cli
+from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.models import list_models
+from torchcaps.recipes import Recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,7 +99,8 @@ def test_options_add_up_over_several_flags(capsys):
     ("words", "sentence"),
     [
         ("lst", "there is no command 'lst'; did you mean list?"),
-        ("fly", "there is no command 'fly'; there are list, summary, data"),
+        ("fly", "there is no command 'fly'; there are recipes, train, evaluate, predict, table, list, "),
+        ("tran quick:digits", "there is no command 'tran'; did you mean train?"),
         ("--verbose", "unrecognized options: --verbose; torchcaps --help tells more"),
         ("list --colour red", "unrecognized options: --colour, red; torchcaps list --help tells more"),
         ("list --batch many", "error parsing --batch: invalid literal for int() with base 10: 'many'; "),
@@ -130,6 +135,32 @@ def test_help(words, capsys):
     out = capsys.readouterr().out
     assert out.startswith("usage: torchcaps")
     assert "preset" in out
+
+
+@pytest.mark.parametrize("command", list(torchcaps.cli.COMMANDS))
+def test_every_command_is_named_and_helps(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: torchcaps {command} ")
+    assert f"torchcaps {command} " in torchcaps.cli.DESCRIPTION
+
+
+def test_the_help_of_train_names_every_field_and_gives_examples(capsys):
+    assert main(["train", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for each in fields(Recipe):
+        assert f"--{each.name.replace('_', '-')}" in out
+    for example in re.findall(r"torchcaps train (\S+:\S+)", torchcaps.cli.TRAIN):
+        recipes.find(example)
+    assert "runs/TABLE-ROW/seed-S if not given" in out
+
+
+def test_the_system_s_own_complaints_are_a_sentence(capsys, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "runs")
+
+    monkeypatch.setattr(torchcaps.cli, "_measure", refuse)
+    assert main(["list", "svhn"]) == 2
+    assert capsys.readouterr().err == "torchcaps: runs: Permission denied\n"
 
 
 def test_interruption_is_quiet(capsys, monkeypatch):

@@ -26,20 +26,48 @@ from torch import nn
 from tyro.conf import Positional, arg
 
 import torchcaps
+from torchcaps.commands.doctor import doctor
+from torchcaps.commands.evaluate import evaluate_runs
+from torchcaps.commands.predict import predict_images
+from torchcaps.commands.quick import quick
+from torchcaps.commands.table import list_recipes, print_table
+from torchcaps.commands.train import train_row
+from torchcaps.commands.words import FIELDS, with_fields
 from torchcaps.data import cli as data_cli
 from torchcaps.models import create_model, list_models
 from torchcaps.models.measure import layers, operations, parameters, training_memory
 from torchcaps.models.registry import find_preset
 
-DESCRIPTION = """Capsule networks in PyTorch. Every network of the papers is a preset with a name.
+DESCRIPTION = """Capsule networks in PyTorch: every network of five papers by name, every row of their tables to train.
 
-  torchcaps list                      all presets: sizes beside the papers', operations, training memory
-  torchcaps list 'efficient*'         those whose names match
+  torchcaps quick                     a first run: three minutes to a trained network and its report
+  torchcaps recipes                   all rows of all tables, with the papers' numbers
+  torchcaps train quick:mnist         train a row (three minutes), test it once, write a report
+  torchcaps train quick:mnist --resume    go on after Ctrl-C, a crash or a power cut
+  torchcaps train folder=PATH         train on your own images, a folder for each class
+  torchcaps evaluate RUN              figures of a finished run; ensembles, several crops
+  torchcaps predict RUN IMAGE         which class your images are of, or none of these
+  torchcaps table quick               a paper's table with our numbers beside its own
+  torchcaps list 'efficient*'         presets: sizes beside the papers', operations, training memory
   torchcaps summary capsnet_mnist     the layers of one, with shapes
   torchcaps data list                 data sets; data get, verify, show and make work on them
+  torchcaps doctor                    what this machine has, and whether it works
   torchcaps --version
 
-In Python the same names go to torchcaps.create_model(name)."""
+Each has --help. In Python the same names go to torchcaps.create_model(name)."""
+
+TRAIN = f"""For example:
+
+  torchcaps train quick:digits                           a minute, no download
+  torchcaps train sabour2017_table1:routing3 --epochs 5 --lr 1e-3
+  torchcaps train quick:mnist --model-args.iterations 1 --seed 7
+  torchcaps train quick:mnist --seeds 30 --together      statistics over 30 runs
+  torchcaps train folder=photos --model efficient_capsnet --class-weights balanced
+  torchcaps train quick:mnist --resume                   the same run again, from where it stopped
+
+Every field of the recipe is an option: --{", --".join(name.replace("_", "-") for name in FIELDS if name != "seeds")}.
+Single arguments of model, data, optimizer and schedule go by a dot, as --optimizer-args.eps 1e-7; lists by commas, as
+--keep-epochs 1,20,80. --class-weights balanced weighs classes by how rare they are."""
 
 PAPERS = "(default: as in the paper)"
 WIDE = 200  # columns where there is no terminal to ask
@@ -143,8 +171,10 @@ def annotated(command: Callable[..., int], **marks: Any) -> Callable[..., int]:
     def call(*args: Any, **kwargs: Any) -> int:
         return command(*args, **kwargs)
 
-    hints = get_type_hints(command)
-    hints |= {name: Annotated[hints[name], mark] for name, mark in marks.items()}
+    hints = get_type_hints(command, include_extras=True)
+    for name, given in marks.items():
+        for mark in given if isinstance(given, tuple) else (given,):
+            hints[name] = Annotated[hints[name], mark]
     signature = inspect.signature(command)
     marked = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
     del call.__wrapped__  # tyro would look behind it
@@ -153,7 +183,56 @@ def annotated(command: Callable[..., int], **marks: Any) -> Callable[..., int]:
     return call
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"list": list_presets, "summary": summarise}
+def described(command: Callable[..., int], more: str) -> Callable[..., int]:
+    """The same command with more in its help, before its arguments."""
+    same = annotated(command)
+    head, _, rest = inspect.cleandoc(command.__doc__ or "").partition("\n\n")
+    same.__doc__ = f"{head}\n\n{more}\n\n{rest}"
+    return same
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "recipes": annotated(list_recipes, pattern=(tyro.conf.Positional, arg(metavar="PATTERN"))),
+    "train": annotated(
+        train_row,
+        row=(tyro.conf.Positional, arg(metavar="ROW")),
+        out=arg(metavar="FOLDER", help_behavior_hint=""),
+        seeds=arg(metavar="N", help_behavior_hint=""),
+        limit=arg(metavar="STEP", help_behavior_hint=""),
+        save_every=arg(metavar="SECONDS"),
+        results=arg(metavar="FILE", help_behavior_hint=""),
+        test_images=arg(metavar="N", help_behavior_hint=""),
+        settings=(tyro.conf.UseAppendAction, arg(name="set", metavar="FIELD=VALUE", help_behavior_hint="")),
+    ),
+    "evaluate": annotated(
+        evaluate_runs,
+        runs=(tyro.conf.Positional, arg(metavar="RUN", help_behavior_hint="")),
+        protocol=arg(metavar="NAME", help_behavior_hint=""),
+        crops=arg(metavar="N", help_behavior_hint=""),
+        epoch=arg(metavar="N", help_behavior_hint=""),
+        ensemble=arg(metavar="RUN", help_behavior_hint=""),
+        members=arg(metavar="N", help_behavior_hint=""),
+        images=arg(metavar="N", help_behavior_hint=""),
+        results=arg(metavar="FILE", help_behavior_hint=""),
+    ),
+    "predict": annotated(
+        predict_images,
+        run=(tyro.conf.Positional, arg(metavar="RUN")),
+        images=(tyro.conf.Positional, arg(metavar="IMAGE")),
+        threshold=arg(metavar="LENGTH", help_behavior_hint=""),
+    ),
+    "table": annotated(
+        print_table,
+        name=(tyro.conf.Positional, arg(metavar="NAME", help_behavior_hint="")),
+        results=arg(metavar="PLACE", help_behavior_hint=""),
+        out=arg(metavar="FILE", help_behavior_hint=""),
+        readme=arg(metavar="FILE", help_behavior_hint=""),
+    ),
+    "list": list_presets,
+    "summary": summarise,
+    "doctor": doctor,
+    "quick": annotated(quick, out=arg(metavar="FOLDER")),
+}
 DATA_COMMANDS: dict[str, Callable[..., int]] = {
     "list": data_cli.list_sets,
     "get": annotated(data_cli.get, names=tyro.conf.Positional),
@@ -181,6 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"torchcaps: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -189,7 +272,11 @@ def _parse(words: list[str]) -> Callable[[], int]:
     """The command to run, with its arguments; what tyro says of bad ones becomes one sentence."""
     if words[0] == "data":
         return _choose("torchcaps data", "Data sets of the papers by name, and your own.", DATA_COMMANDS, words[1:])
-    return _choose("torchcaps", DESCRIPTION, COMMANDS, words, also=("data",))
+    commands = COMMANDS
+    if words[0] == "train":
+        words = with_fields(words, train_row)
+        commands = {**COMMANDS, "train": described(COMMANDS["train"], TRAIN)}
+    return _choose("torchcaps", DESCRIPTION, commands, words, also=("data",))
 
 
 def _choose(

@@ -1,0 +1,203 @@
+"""`torchcaps evaluate`: stored figures, further looks and ensembles, each look counted."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchcaps.commands.looks as looks
+from torchcaps.cli import main
+from torchcaps.data import DataSet, load
+from torchcaps.data.augment import Step
+from torchcaps.finish import load_predictions
+from torchcaps.results import read
+from torchcaps.runs import open_run
+
+
+@pytest.fixture(autouse=True)
+def place(finished, tmp_path, monkeypatch, no_report):
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+A, B = "runs/two/seed-0", "runs/two/seed-1"
+LEDGER = "runs/two/quick.jsonl"
+
+
+def told(capsys, *words):
+    assert main(["evaluate", *words, "--device", "cpu"]) == 0
+    return capsys.readouterr().out
+
+
+def asked(capsys, *words):
+    return json.loads(told(capsys, *words, "--json"))
+
+
+def test_stored_figures_are_looked_up(capsys, monkeypatch, place, checksum):
+    before = checksum(place)
+    monkeypatch.setattr("torchcaps.finish.look", None)
+    monkeypatch.setattr(looks, "look", None)
+    line = read(LEDGER)[0]
+    assert told(capsys, A) == (
+        f"{A} (epoch 2): test error {100 * line.test['error']:.2f} % ± {100 * line.test['standard_error']:.2f} %, "
+        f"calibration error {100 * line.test['calibration_error']:.2f} %, of 360 images "
+        "(as stored; the test set has been read once for this)\n"
+    )
+    (found,) = asked(capsys, A)
+    assert found["figures"] == line.test
+    assert (found["run"], found["split"], found["test_reads"], found["stored"]) == (A, "test", 1, True)
+    assert checksum(place) == before
+
+
+def test_several_runs_have_a_mean(capsys):
+    first, second, last = told(capsys, A, B).splitlines()
+    assert (first.split()[0], second.split()[0]) == (A, B)
+    errors = [100 * line.test["error"] for line in read(LEDGER)]
+    spread = abs(errors[0] - errors[1]) / 2**0.5
+    assert last == f"over 2 runs: error {sum(errors) / 2:.2f} % ± {spread:.2f} %"
+
+
+def test_validation_may_be_looked_at_freely(capsys, place, checksum):
+    before = checksum(place)
+    (stored,) = asked(capsys, A, "--split", "validation")
+    assert stored["figures"] == json.loads(Path(A, "validation.json").read_text())["figures"]
+    (kept,) = asked(capsys, A, "--split", "validation", "--epoch", "1")
+    assert (kept["epoch"], kept["stored"], kept["test_reads"]) == (1, False, None)
+    assert kept["figures"]["images"] == stored["figures"]["images"]
+    assert checksum(place) == before
+
+
+def test_a_kept_epoch_is_a_further_look_and_counted(capsys):
+    (first,) = asked(capsys, A, "--epoch", "1")
+    assert (first["epoch"], first["test_reads"], first["stored"]) == (1, 2, False)
+    model, data = open_run(A, device="cpu", epoch=1).model, load("digits")
+    scores = model(data.test.images[:, None].float() / 255).scores
+    assert first["figures"]["error"] == float((scores.argmax(dim=1) != data.test.labels).double().mean())
+    (again,) = asked(capsys, A, "--epoch", "1")
+    assert (again["test_reads"], again["stored"]) == (2, True)
+    assert "the test set has been read twice for this" in told(capsys, A)
+    *_, line = read(LEDGER)
+    assert len(read(LEDGER)) == 3
+    assert (line.seed, line.test_reads, line.epoch, line.epochs, line.test) == (0, 2, 1, 1, first["figures"])
+
+
+def test_fewer_images_are_no_result(capsys):
+    (found,) = asked(capsys, A, "--images", "50")
+    assert (found["figures"]["images"], found["test_reads"]) == (50, 2)
+    assert len(read(LEDGER)) == 2
+
+
+class corners(Step, geometric=True):
+    """Four crops, of which three are black."""
+
+    def __call__(self, images, draws=None):
+        return torch.stack([images, *[torch.zeros_like(images)] * 3], dim=1)
+
+
+def test_crops_are_summed_and_a_line_of_their_own(capsys, monkeypatch):
+    def with_crops(recipe):
+        assert recipe.data_args == {"crops": 4}
+        data = load("digits", validation=0.1)
+        return DataSet("digits", data.train, data.test, data.validation, test_transform=(corners(),))
+
+    monkeypatch.setattr(looks, "load_data", with_crops)
+    (found,) = asked(capsys, A, "--crops", "4")
+    model, data = open_run(A, device="cpu").model, load("digits")
+    whole = model(data.test.images[:, None].float() / 255).probabilities.double()
+    black = model(torch.zeros(1, 1, 8, 8)).probabilities.double()
+    best = (whole + 3 * black).argmax(dim=1)
+    assert found["figures"]["error"] == pytest.approx(float((best != data.test.labels).double().mean()), abs=1e-9)
+    assert (found["crops"], found["test_reads"]) == (4, 2)
+    assert read(LEDGER)[-1].recipe["data_args"] == {"crops": 4}
+    assert main(["table", "quick"]) == 0
+    assert "data_args.crops = 4" in capsys.readouterr().out
+
+
+def test_an_ensemble_is_the_sum_of_lengths_and_names_its_members(capsys, monkeypatch):
+    monkeypatch.setattr(looks, "look", None)
+    (found,) = asked(capsys, A, "--ensemble", B)
+    members = [load_predictions(Path(folder, "predictions.safetensors")) for folder in (A, B)]
+    total = members[0].probabilities.double() + members[1].probabilities.double()
+    pairs = zip(total.tolist(), members[0].labels.tolist(), strict=True)
+    wrong = sum(max(range(10), key=row.__getitem__) != label for row, label in pairs)
+    assert found["figures"]["error"] == pytest.approx(wrong / 360, abs=1e-12)
+    assert found["members"] == ["two/seed-0", "two/seed-1"]
+    assert found["test_reads"] == 1
+    line = read(LEDGER)[-1]
+    assert (line.members, line.test_reads, line.test) == (("two/seed-0", "two/seed-1"), 1, found["figures"])
+    (again,) = asked(capsys, A, "--ensemble", B)
+    assert (again["stored"], again["figures"]) == (True, found["figures"])
+    assert len(read(LEDGER)) == 3
+    assert "test set has been read twice" in told(capsys, A)
+
+
+def test_members_are_chosen_on_validation(capsys):
+    errors = {folder: json.loads(Path(folder, "validation.json").read_text())["figures"]["error"] for folder in (A, B)}
+    assert errors[A] != errors[B]
+    best = min(errors, key=lambda folder: errors[folder])
+    (found,) = asked(capsys, "--ensemble", A, B, "--members", "1")
+    assert found["members"] == [best.removeprefix("runs/")]
+    (two,) = asked(capsys, "--ensemble", A, B, "--members", "2")
+    assert two["test_reads"] == 2
+    assert told(capsys, "--ensemble", A, B, "--members", "2").startswith(f"ensemble of {best.removeprefix('runs/')}, ")
+
+
+def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
+    Path(A, "row.json").unlink()
+    Path(A, "result.json").unlink()
+    assert told(capsys, A, "--results", "own.jsonl").startswith(A)
+    (line,) = read("own.jsonl")
+    assert (line.table, line.row) == ("digits", "efficient_capsnet")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "name at least one run folder, such as runs/quick-digits/seed-0"),
+        ("nowhere", "there is no run folder nowhere"),
+        ("runs/two", "runs/two is no run folder, as it has no recipe.json; did you mean runs/two/seed-0?"),
+        (f"{A} {A}", "a run is named twice"),
+        (f"{A} --members 1", "--members goes with --ensemble, which names the runs to choose from"),
+        (f"{A} --ensemble {B} --members 3", "an ensemble of 3 cannot be chosen from 2 networks"),
+        (f"{A} --ensemble {B} --epoch 1", "--ensemble tests runs as their recipes select them; "),
+        (f"{A} --epoch 7", f"epoch 7 of {A} was not kept; the kept ones are 1"),
+        (f"{A} --protocol sabour2017", "sabour2017 has no protocol for digits; "),
+        (f"{A} --protocol sabor2017", "there is no protocol 'sabor2017'; did you mean sabour2017?"),
+        (f"{A} --crops 40", "crops=40 needs a protocol that says how digits is cropped"),
+        (f"{A} --split training", "invalid choice 'training' for argument '--split'"),
+        (f"{A} --device cuda:97", "device cuda:97 is not there; "),
+        (f"{A} --images 0", "at least one image of the test set must be looked at, got 0"),
+    ],
+)
+def test_bad_input(words, sentence, capsys, place, checksum):
+    before = checksum(place)
+    assert main(["evaluate", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"torchcaps: {sentence}"), err
+    assert err.count("\n") == 1
+    assert not out
+    assert checksum(place) == before
+
+
+def test_broken_files_are_told_and_left(capsys, place, checksum):
+    Path(A, "weights.safetensors").write_bytes(Path(A, "weights.safetensors").read_bytes()[:1000])
+    Path(B, "final.json").unlink()
+    before = checksum(place)
+    assert main(["evaluate", A]) == 2
+    assert capsys.readouterr().err.startswith(f"torchcaps: {A} cannot be opened: weights.safetensors is ")
+    assert main(["evaluate", B]) == 2
+    sentence = f"{B} has not finished; torchcaps train quick:digits --resume --out {B} goes on"
+    assert capsys.readouterr().err == f"torchcaps: {sentence}\n"
+    assert checksum(place) == before
+
+
+def test_a_broken_line_of_results_is_refused_before_the_test_set_is_read(capsys, place, checksum):
+    with Path(LEDGER).open("a") as file:
+        file.write("{half\n")
+    before = checksum(place)
+    assert main(["evaluate", A, "--epoch", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"torchcaps: {LEDGER}, line 3 is broken: it is cut short or no JSON; ")
+    assert checksum(place) == before

@@ -1,0 +1,64 @@
+"""`torchcaps evaluate RUN`: the figures of finished runs, other protocols, ensembles."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Literal
+
+from torchcaps.commands.words import percent
+
+
+def evaluate_runs(
+    runs: tuple[str, ...] = (),
+    *,
+    split: Literal["test", "validation"] = "test",
+    protocol: str = "",
+    crops: int | None = None,
+    epoch: int | None = None,
+    ensemble: tuple[str, ...] = (),
+    members: int | None = None,
+    images: int | None = None,
+    device: str = "auto",
+    results: str = "",
+    json: bool = False,
+) -> int:
+    """Print the figures of finished runs. The test set is not read again for what is stored; else that is counted.
+
+    Args:
+        runs: folders of runs, as torchcaps train made them.
+        split: test, or validation, which may be looked at as often as you like.
+        protocol: another paper's treatment of the images than the recipe's, such as sabour2017.
+        crops: sum the lengths over so many crops of each image, where the protocol has them.
+        epoch: the weights of this epoch, if --keep-epochs kept it.
+        ensemble: these runs and the ones before, together, by summed lengths.
+        members: choose so many of them for the ensemble, on the validation set.
+        images: look at so many images of the test set only.
+        device: auto, cpu, cuda, cuda:N or mps.
+        results: the file that gets a line for each new test; as torchcaps train takes it if not given.
+        json: print JSON instead of sentences.
+    """
+    from torchcaps.commands.looks import Ask, as_json, check, single, together, told
+
+    folders = [Path(each) for each in (*runs, *ensemble)]
+    if not folders:
+        raise ValueError("name at least one run folder, such as runs/quick-digits/seed-0")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError("a run is named twice")
+    if members is not None and not ensemble:
+        raise ValueError("--members goes with --ensemble, which names the runs to choose from")
+    if ensemble and (epoch is not None or split == "validation"):
+        raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
+    ask = Ask(split, protocol, crops, epoch, images, device, results)
+    for folder in folders:
+        check(folder, ask)
+    found = [together(folders, members, ask)] if ensemble else [single(folder, ask) for folder in folders]
+    if json:
+        print(as_json(found))
+    else:
+        print("\n".join(map(told, found)))
+        if len(found) > 1:
+            errors = [each.figures["error"] for each in found]
+            mean, spread = statistics.mean(errors), statistics.stdev(errors)
+            print(f"over {len(found)} runs: error {percent(mean)} ± {percent(spread)}")
+    return 0

@@ -1,0 +1,235 @@
+"""Looks at the test set, each of them counted.
+
+What a run said of the test set when it ended is stored with it and looked up. Whatever else is asked of the test set
+is counted, in the run's looks.json and in the line that the results get.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchcaps import checkpoint, evaluate
+from torchcaps.commands.words import percent, results_file, times
+from torchcaps.data import DataSet
+from torchcaps.evaluate import Figures, Predictions, figures
+from torchcaps.finish import append_line, finish, load_predictions, look, result_of
+from torchcaps.prepare import load_data
+from torchcaps.recipes import Recipe, with_overrides
+from torchcaps.results import Result, read
+from torchcaps.runs import Opened, check_finished, check_run, open_run, read_json, read_recipe, write_json
+
+
+@dataclass
+class Found:
+    """Figures of a run or of an ensemble, and where they are from."""
+
+    run: str
+    split: str
+    figures: Figures
+    epoch: int | None
+    test_reads: int | None  # None for validation
+    stored: bool
+    protocol: str | None = None
+    crops: int | None = None
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked of a run, but for its folder."""
+
+    split: str
+    protocol: str
+    crops: int | None
+    epoch: int | None
+    images: int | None
+    device: str
+    results: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is what a run stores of itself."""
+        return not self.protocol and self.crops is None and self.epoch is None and self.images is None
+
+    def key(self) -> dict[str, Any]:
+        return {"protocol": self.protocol or None, "crops": self.crops, "epoch": self.epoch, "images": self.images}
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        changes: dict[str, Any] = {"protocol": self.protocol} if self.protocol else {}
+        if self.crops is not None:
+            changes["data_args.crops"] = self.crops
+        return with_overrides(recipe, changes)
+
+    def ledger(self, folder: Path) -> Path:
+        return Path(self.results) if self.results else results_file(name_of(folder)[0], folder)
+
+
+def check(folder: Path, ask: Ask) -> None:
+    """Refuses what cannot be asked, before anything is read or written."""
+    check_run(folder)
+    if ask.epoch is None:
+        check_finished(folder)
+    read(ask.ledger(folder))
+
+
+def name_of(folder: Path) -> tuple[str, str]:
+    """Table and row of a run; of one that another program trained, its data and model."""
+    about = read_json(folder / "row.json")
+    if about:
+        return str(about["table"]), str(about["row"])
+    recipe, _ = read_recipe(folder)
+    return recipe.data, recipe.model
+
+
+def single(folder: Path, ask: Ask) -> Found:
+    if ask.split == "validation":
+        return on_validation(folder, ask)
+    if not ask.plain:
+        return further(folder, ask)
+    stored = (folder / "test.json").exists()
+    line = tested(folder, ask)
+    return _found(folder, ask, line.test, line.epoch, stored)
+
+
+def tested(folder: Path, ask: Ask) -> Result:
+    """A run's own result; the test set is read if it has not been yet."""
+    table, row = name_of(folder)
+    reads = 1 + len(looks(folder))
+    return finish(folder, table=table, row=row, results=ask.ledger(folder), reads=reads, device=ask.device)
+
+
+def on_validation(folder: Path, ask: Ask) -> Found:
+    stored = read_json(folder / "validation.json") if ask.plain else None
+    opened = open_run(folder, device=ask.device, epoch=ask.epoch)
+    found: Any = stored["figures"] if stored else None
+    if found is None:
+        recipe = ask.recipe(opened.recipe)
+        found = figures(validation_predictions(opened, load_data(recipe), recipe, ask))
+    return _found(folder, ask, found, opened.epoch, stored is not None)
+
+
+def validation_predictions(opened: Opened, data: DataSet, recipe: Recipe, ask: Ask) -> Predictions:
+    if data.validation is None:
+        raise ValueError(f"{opened.folder} was trained without a validation set; --validation 0.1 holds one out")
+    return look(opened.model, data.validation, data, recipe, ask.images)
+
+
+def further(folder: Path, ask: Ask) -> Found:
+    """A look at the test set that a run does not make by itself: counted, stored, and a line of the results."""
+    with checkpoint.locked(folder):
+        opened = open_run(folder, device=ask.device, epoch=ask.epoch)
+        known = looked(folder, ask.key())
+        if known is not None:
+            return _found(folder, ask, known, opened.epoch, True)
+        recipe = ask.recipe(opened.recipe)
+        data = load_data(recipe)
+        found = figures(look(opened.model, data.test, data, recipe, ask.images))
+        note_look(folder, ask.key(), found)
+        if ask.images is None:
+            table, row = name_of(folder)
+            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": found, "test_reads": reads_of(folder)}
+            if ask.epoch is not None:
+                changes |= {"epochs": ask.epoch, "selected": "last"}
+            append_line(ask.ledger(folder), result_of(opened, data, table, row, **changes))
+        return _found(folder, ask, found, opened.epoch, False)
+
+
+def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
+    """An ensemble by summed lengths. What its members said of the test set is stored, so it need not be read again."""
+    names = {_short(folder): folder for folder in folders}
+    if len(names) < len(folders):
+        names = {str(folder): folder for folder in folders}
+    opened = {name: open_run(folder, device=ask.device) for name, folder in names.items()}
+    first = next(iter(opened.values()))
+    for name, other in opened.items():
+        if other.class_names != first.class_names:
+            raise ValueError(f"{name} tells other classes apart than {next(iter(opened))}, so they are no ensemble")
+    data = {name: load_data(ask.recipe(each.recipe)) for name, each in opened.items()}
+    chosen = tuple(opened)
+    if members is not None:
+        seen = {n: validation_predictions(each, data[n], ask.recipe(each.recipe), ask) for n, each in opened.items()}
+        chosen = evaluate.choose_members(seen, members)
+    key = {"ensemble": sorted(chosen), **ask.key()}
+    known = [looked(names[name], key) for name in chosen]
+    if known[0] is not None and all(each == known[0] for each in known):
+        return _ensemble(names, chosen, ask, known[0], stored=True)
+    said = []
+    for name in chosen:
+        if ask.plain:
+            tested(names[name], ask)
+            said.append(load_predictions(names[name] / "predictions.safetensors"))
+        else:
+            recipe = ask.recipe(opened[name].recipe)
+            said.append(look(opened[name].model, data[name].test, data[name], recipe, ask.images))
+    found = figures(evaluate.ensemble(said))
+    for name in chosen:
+        note_look(names[name], key, found)
+    answer = _ensemble(names, chosen, ask, found, stored=False)
+    lead = opened[chosen[0]]
+    if all(opened[name].recipe == lead.recipe for name in chosen):
+        table, row = name_of(lead.folder)
+        more = {"recipe": ask.recipe(lead.recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
+        append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, row, test=found, **more))
+    return answer
+
+
+def looks(folder: Path) -> list[dict[str, Any]]:
+    """All that has been asked of the test set for a run beyond its own test."""
+    found = (read_json(folder / "looks.json") or {"looks": []})["looks"]
+    return list(found)
+
+
+def looked(folder: Path, key: dict[str, Any]) -> Figures | None:
+    return next((each["figures"] for each in looks(folder) if each["ask"] == key), None)
+
+
+def note_look(folder: Path, key: dict[str, Any], found: Figures) -> None:
+    write_json(folder / "looks.json", {"looks": [*looks(folder), {"ask": key, "figures": found}]})
+
+
+def reads_of(folder: Path) -> int:
+    """How often the test set has been read for a run."""
+    return (folder / "test.json").exists() + len(looks(folder))
+
+
+def _found(folder: Path, ask: Ask, found: Figures, epoch: int | None, stored: bool) -> Found:
+    reads = None if ask.split == "validation" else reads_of(folder)
+    return Found(str(folder), ask.split, found, epoch, reads, stored, ask.protocol or None, ask.crops)
+
+
+def _ensemble(names: dict[str, Path], chosen: tuple[str, ...], ask: Ask, found: Figures, stored: bool) -> Found:
+    """Its own reads are those for any ensemble that one of the members was in."""
+    reads = max(sum("ensemble" in each["ask"] for each in looks(names[name])) for name in chosen)
+    return Found("ensemble", "test", found, None, reads, stored, ask.protocol or None, ask.crops, chosen)
+
+
+def told(found: Found) -> str:
+    numbers = found.figures
+    what = f"ensemble of {', '.join(found.members)}" if found.members else found.run
+    words = [f"error {percent(numbers['error'])} ± {percent(numbers['standard_error'])}"]
+    if "per_digit_error" in numbers:
+        words = [f"exact match {words[0]}", f"per digit {percent(numbers['per_digit_error'])}"]
+        words.append(f"at least one {percent(numbers['at_least_one_error'])}")
+    words.append(f"calibration error {percent(numbers['calibration_error'])}")
+    how = [f"epoch {found.epoch}"] if found.epoch is not None else []
+    how += [f"protocol {found.protocol}"] if found.protocol else []
+    how += [f"{found.crops} crops"] if found.crops is not None else []
+    of = f" of {numbers['images']:,} images"
+    told = f"{what}{' (' + ', '.join(how) + ')' if how else ''}: {found.split} {', '.join(words)},{of}"
+    if found.test_reads is None:
+        return told
+    stored = "as stored; " if found.stored else ""
+    return f"{told} ({stored}the test set has been read {times(found.test_reads)} for this)"
+
+
+def as_json(found: list[Found]) -> str:
+    return json.dumps([asdict(each) for each in found], indent=2)
+
+
+def _short(folder: Path) -> str:
+    """As the results name a member: without the places that one machine has it in."""
+    folder = folder.resolve()
+    return f"{folder.parent.name}/{folder.name}"

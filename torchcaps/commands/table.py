@@ -1,0 +1,138 @@
+"""`torchcaps table` and `torchcaps recipes`: the papers' tables, with our numbers, and what there is to train."""
+
+from __future__ import annotations
+
+import json
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torchcaps import checkpoint, recipes, tables
+from torchcaps.commands.words import OWN, in_checkout, metric_name
+from torchcaps.recipes import Recipe
+from torchcaps.results import Result, read
+
+WIDE = 200  # columns where there is no terminal to ask
+
+
+def print_table(
+    name: str = "",
+    *,
+    format: Literal["text", "markdown", "html"] = "text",
+    results: str = "",
+    out: str = "",
+    readme: str = "",
+    check: bool = False,
+) -> int:
+    """Print a table of a paper with our numbers beside its own: mean ± standard deviation over the seeds.
+
+    Args:
+        name: a table; without one they are listed.
+        format: text, markdown or html.
+        results: a file or folder of results; the usual places if not given: results, or beside the runs.
+        out: write the table to this file instead.
+        readme: render the results section of this README anew, from all results.
+        check: with --readme, change nothing, but fail if the section is not as the results have it.
+    """
+    if readme:
+        return _readme(Path(readme), results, check)
+    if check:
+        raise ValueError("--check goes with --readme FILE")
+    if not name:
+        return _list(results)
+    known: Any = recipes.tables().get(name, name)
+    lines = _results(name, results)
+    text = tables.render(_own(lines) if name == OWN else known, lines, format)
+    if out:
+        if not Path(out).parent.is_dir():
+            raise ValueError(f"{out} cannot be written, as its folder is not there")
+        checkpoint.write(Path(out), text.encode())
+        print(f"{name} is in {out}")
+    else:
+        print(text, end="")
+    return 0
+
+
+def list_recipes(pattern: str = "*", *, json: bool = False) -> int:
+    """Print all rows of all tables: what is trained on what, for how long, and the paper's number.
+
+    Args:
+        pattern: part of a row's name, or a shell pattern such as 'sabour2017_*'.
+        json: print JSON with all fields instead of a table.
+    """
+    wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    found = {name: recipes.find(name) for name in recipes.names() if fnmatchcase(name, wanted)}
+    if not found:
+        recipes.find(pattern)
+    if json:
+        _print_json({name: recipe.to_dict() for name, recipe in found.items()})
+    else:
+        _print_recipes(found)
+    return 0
+
+
+def _print_recipes(found: dict[str, Recipe]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("table:row", "model", "data", "epochs", "metric", "paper"):
+        table.add_column(heading, justify="right" if heading == "epochs" else "left", no_wrap=heading == "table:row")
+    for name, recipe in found.items():
+        cells = (name, recipe.model, recipe.data, str(recipe.epochs), metric_name(recipe), recipe.reported)
+        table.add_row(*cells)
+    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
+    console.print(table)
+    console.print("\ntorchcaps train TABLE:ROW trains one of them; figures are per cent.")
+
+
+def _print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))
+
+
+def _list(results: str) -> int:
+    width = max(map(len, recipes.tables()))
+    for name, table in recipes.tables().items():
+        if table.ROWS:
+            runs = sum(line.table == name for line in _results(name, results))
+            print(f"{name:<{width}}  {table.TITLE} ({len(table.ROWS)} rows, {runs or 'no'} result{'s' * (runs != 1)})")
+    return 0
+
+
+def _readme(path: Path, results: str, check: bool) -> int:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    lines = read(results or "results")
+    if check:
+        if disagreement := tables.readme_disagreement(text, lines):
+            raise ValueError(f"{disagreement}; torchcaps table --readme {path} renders it anew")
+        print(f"{path} is as the results have it")
+        return 0
+    changed = tables.update_readme(text, lines)
+    if changed != text:
+        checkpoint.write(path, changed.encode())
+    print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if changed != text else ', as before'}")
+    return 0
+
+
+def _results(table: str, where: str) -> list[Result]:
+    """From one place, or from all where `torchcaps train` puts them by itself."""
+    if where:
+        if not Path(where).exists():
+            raise ValueError(f"there are no results in {where}: no such file or folder")
+        return read(where)
+    if in_checkout():
+        return read("results")
+    name = f"{table}.jsonl"
+    places = [Path(name), Path("results", name), Path("runs", name), *sorted(Path("runs").glob(f"*/{name}"))]
+    return [line for place in places for line in read(place)]
+
+
+def _own(lines: list[Result]) -> Any:
+    """A table of what was trained on one's own images."""
+    rows = {line.row: recipes.from_dict(line.recipe) for line in lines if line.table == OWN}
+    return SimpleNamespace(__name__=OWN, TITLE="Images of one's own", ROWS=rows)

@@ -1,0 +1,242 @@
+"""The end of a run: validation and test, the line for the results, the report. Whatever is done already stays done.
+
+The test set is read here, once. Its figures go to test.json, what the network said of each image to
+predictions.safetensors; from then on these are looked up.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchcaps import checkpoint
+from torchcaps.data import DataSet, Split, batches_for
+from torchcaps.evaluate import Figures, Predictions, figures, predict
+from torchcaps.folder import Run
+from torchcaps.predictor import choose_threshold
+from torchcaps.recipes import Recipe
+from torchcaps.results import Result, append, checksums, from_line, read
+from torchcaps.runs import Opened, open_run, read_json, write_json
+
+MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
+NO_FIGURES = "there is no report, as matplotlib is missing: pip install 'torchcaps[figures]'"
+
+
+def finish(
+    run: Run | str | os.PathLike[str],
+    *,
+    table: str,
+    row: str,
+    results: str | os.PathLike[str],
+    reads: int = 1,
+    images: int | None = None,
+    device: str | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Result:
+    """Tests a run that has been trained to its end, and gives the line that it adds to the results.
+
+    Args:
+        run: what `train` gave, or its folder.
+        table, row: under which the results have it.
+        results: the file that gets the line, once.
+        reads: how often the test set has been read for this run, this time included.
+        images: of the test set, where not all of them (of generated ones: 100,000) are to be looked at.
+        device: where to evaluate; by default where the run was, or else "auto".
+        say: is told what a user should know.
+    """
+    folder = run.folder if isinstance(run, Run) else Path(run)
+    if device is None:
+        device = str(next(run.model.parameters()).device) if isinstance(run, Run) else "auto"
+    with checkpoint.locked(folder):
+        opened = open_run(folder, device=device)
+        loaded: list[DataSet] = [run.data] if isinstance(run, Run) else []
+
+        def data() -> DataSet:
+            if not loaded:
+                loaded.append(opened.data())
+            return loaded[0]
+
+        found = read_json(folder / "validation.json") or validate(opened, data())
+        tested = read_json(folder / "test.json")
+        if tested is None:
+            tested = read_test(opened, data(), found, reads, images)
+        line = _line(opened, data, found, tested, table, row)
+        if not _holds(Path(results), line):
+            append_line(results, line)
+        if not (folder / "report.html").exists():
+            _report(folder, say)
+    return line
+
+
+def append_line(path: str | os.PathLike[str], line: Result) -> None:
+    try:
+        append(path, line)
+    except OSError as error:
+        raise ValueError(f"the result could not be written to {path}: {error.strerror}; the run is safe") from error
+
+
+def validate(opened: Opened, data: DataSet) -> dict[str, Any]:
+    """Figures on the validation set, where there is one, and the threshold for "none of these" chosen there."""
+    found: dict[str, Any] = {"figures": None, "threshold": None}
+    if data.validation is not None:
+        predictions = look(opened.model, data.validation, data, opened.recipe)
+        found = {"figures": figures(predictions), "threshold": choose_threshold(predictions)}
+    write_json(opened.folder / "validation.json", found)
+    return found
+
+
+def read_test(
+    opened: Opened, data: DataSet, validated: dict[str, Any], reads: int = 1, images: int | None = None
+) -> dict[str, Any]:
+    """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen."""
+    folder, recipe = opened.folder, opened.recipe
+    predictions = look(opened.model, data.test, data, recipe, images)
+    found: dict[str, Any] = {
+        "reads": reads,
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "epoch": opened.epoch,
+        "threshold": validated["threshold"],
+        "figures": _of(predictions, data.test),
+        "last": None,
+    }
+    if data.familiar is not None:
+        found["figures"]["familiar"] = figures(look(opened.model, data.familiar, data, recipe, images))
+    if opened.epoch != len(next(iter(read_curves(folder / "metrics.csv").values()))):
+        last = _last(opened)
+        found["last"] = _of(look(last, data.test, data, recipe, images), data.test)
+    save_predictions(folder / "predictions.safetensors", predictions, opened)
+    write_json(folder / "test.json", found)
+    return found
+
+
+def look(
+    model: nn.Module, split: Split, data: DataSet, recipe: Recipe, images: int | None = None, most: int = MOST
+) -> Predictions:
+    """What a network says of a split as it is tested, in float32; of a huge one, of a sample that is always the same.
+
+    Args:
+        images: how many are looked at; of a split with more, a sample.
+    """
+    if images is not None and images < 1:
+        raise ValueError(f"at least one image of the test set must be looked at, got {images}")
+    wanted = min(len(split), images or (most if hasattr(split, "base") else len(split)))
+    sample = wanted < len(split)
+    crops = int(recipe.data_args.get("crops") or 1)
+    device = next(model.parameters()).device
+    batches = batches_for(
+        split,
+        max(1, max(128, recipe.batch_size) // crops),
+        transform=data.test_transform,
+        shuffle=sample,
+        samples=wanted if sample else None,
+        device=device,
+    )
+    return predict(model, batches.epoch(0))
+
+
+def _of(predictions: Predictions, split: Split) -> Figures:
+    found = figures(predictions)
+    return found if found["images"] == len(split) else {**found, "sampled_from": len(split)}
+
+
+def save_predictions(path: Path, predictions: Predictions, opened: Opened) -> None:
+    about = {"epoch": opened.epoch, "seed": opened.seed, "class_names": list(opened.class_names)}
+    checkpoint.save_weights(path, predictions._asdict(), about)
+
+
+def load_predictions(path: Path) -> Predictions:
+    tensors, _ = checkpoint.load_weights(path)
+    return Predictions(**tensors)
+
+
+def _last(opened: Opened) -> nn.Module:
+    """The network as the last epoch left it."""
+    found = checkpoint.latest(opened.folder / "checkpoints")
+    if found is None:
+        raise ValueError(f"{opened.folder} has no checkpoint of its last epoch any more")
+    averaged = found.state["ema"]
+    model = open_run(opened.folder, device=str(opened.device)).model
+    model.load_state_dict(found.weights if averaged is None else averaged["average"])
+    return model
+
+
+def _line(
+    opened: Opened,
+    data: Callable[[], DataSet],
+    validated: dict[str, Any],
+    tested: dict[str, Any],
+    table: str,
+    row: str,
+) -> Result:
+    """The result, kept in the run's folder from the first time on, with the commit and machine of that time."""
+    kept = opened.folder / "result.json"
+    if kept.exists():
+        try:
+            return from_line(kept.read_text())
+        except ValueError as error:
+            raise ValueError(f"{kept} cannot be read: {error}") from None
+    line = result_of(
+        opened,
+        data(),
+        table,
+        row,
+        test=tested["figures"],
+        test_last=tested["last"],
+        test_reads=tested["reads"],
+        validation=validated["figures"],
+        finished=tested["finished"],
+    )
+    checkpoint.write(kept, line.line().encode() + b"\n")
+    return line
+
+
+def result_of(opened: Opened, data: DataSet, table: str, row: str, **figures: Any) -> Result:
+    """A line for the results, with all that the run's folder knows; `figures` are fields of it and come first."""
+    final = read_json(opened.folder / "final.json") or {}
+    curves = read_curves(opened.folder / "metrics.csv")
+    ranks = final.get("ranks", 1)
+    known = {
+        "table": table,
+        "row": row,
+        "recipe": opened.recipe.to_dict(),
+        "seed": opened.seed,
+        "epochs": len(next(iter(curves.values()), [])),
+        "selected": opened.recipe.select,
+        "epoch": opened.epoch,
+        "curves": curves,
+        "data": checksums(data.splits()),
+        "device": f"{ranks} x {final.get('device', '')}" if ranks > 1 else final.get("device", ""),
+        "seconds": final.get("seconds"),
+        "energy": final.get("joules"),
+    }
+    return Result.now(**{**known, **figures})
+
+
+def read_curves(path: Path) -> dict[str, list[float | None]]:
+    """The columns of metrics.csv but the epoch's number."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    words = [word for word in (rows[0] if rows else {}) if word != "epoch"]
+    return {word: [float(row[word]) if row[word] else None for row in rows] for word in words}
+
+
+def _holds(path: Path, line: Result) -> bool:
+    mine = json.loads(line.line())
+    return any(json.loads(other.line()) == mine for other in read(path))
+
+
+def _report(folder: Path, say: Callable[[str], None]) -> None:
+    if find_spec("matplotlib") is None:
+        say(NO_FIGURES)
+        return
+    from torchcaps.report import write_report
+
+    write_report(folder)

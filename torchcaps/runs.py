@@ -1,0 +1,152 @@
+"""A trained network, opened again from the folder of its run.
+
+>>> run = open_run("runs/quick-digits/seed-0")
+>>> run.model(images).probabilities, run.class_names
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchcaps import checkpoint, recipes
+from torchcaps.data import DataSet
+from torchcaps.models import create_model
+from torchcaps.prepare import load_data
+from torchcaps.recipes import Recipe
+
+
+@dataclass
+class Opened:
+    """The weights that the recipe selects, or those of a kept epoch, in evaluation mode.
+
+    `image` is what the network takes, after the protocol's transform; `threshold` is the probability below which it
+    is better to say "none of these", where it has been chosen on the validation set.
+    """
+
+    folder: Path
+    recipe: Recipe
+    seed: int
+    model: nn.Module
+    image: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    epoch: int
+    threshold: float | None
+    device: torch.device
+
+    def data(self) -> DataSet:
+        """The data set that it was trained and is tested on, by the recipe's protocol."""
+        return load_data(self.recipe)
+
+
+def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int | None = None) -> Opened:
+    """Loads the network of a finished run, every bit of its file checked.
+
+    Args:
+        device: "auto", "cpu", "cuda", "cuda:1" or "mps".
+        epoch: one of those that keep_epochs named, instead of the one that the recipe selects.
+    """
+    folder = Path(folder)
+    check_run(folder)
+    where = pick_device(device)
+    if epoch is None:
+        check_finished(folder)
+    path = folder / "weights.safetensors" if epoch is None else _kept(folder, epoch)
+    try:
+        weights, about = checkpoint.load_weights(path)
+        recipe = recipes.from_dict(about["recipe"])
+        seed, shown = int(about["seed"]), int(about["epoch"])
+        channels, height, width = about["image"]
+        class_names = tuple(about["class_names"])
+    except checkpoint.CheckpointError as error:
+        raise ValueError(f"{folder} cannot be opened: {error}") from None
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{path} does not say what it holds: {error}") from None
+    image = (channels, height, width)
+    model = create_model(recipe.model, **{"image": image, "classes": len(class_names), **recipe.model_args})
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise ValueError(f"the weights in {path} do not fit {recipe.model} as it is built now") from None
+    model = model.to(where).eval().requires_grad_(False)
+    return Opened(folder, recipe, seed, model, image, class_names, shown, read_threshold(folder), where)
+
+
+def pick_device(device: str = "auto") -> torch.device:
+    """A device that is there; "auto" takes an accelerator before the CPU."""
+    kind, _, number = device.partition(":")
+    if device == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if kind not in there or (number and not number.isdecimal()):
+        raise ValueError(f"device {device!r} is not known; it is auto, cpu, cuda, cuda:N or mps")
+    if there[kind] <= int(number or 0):
+        raise ValueError(f"device {device} is not there; this machine has {there[kind]} of {kind}")
+    return torch.device(kind, int(number)) if number else torch.device(kind)
+
+
+def check_run(folder: Path) -> None:
+    """Refuses a folder in which nothing has been trained."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no run folder {folder}")
+    if not (folder / "recipe.json").exists():
+        inner = sorted(path.parent for path in folder.glob("*/recipe.json"))
+        hint = f"did you mean {inner[0]}?" if inner else "torchcaps train makes them"
+        raise ValueError(f"{folder} is no run folder, as it has no recipe.json; {hint}")
+
+
+def check_finished(folder: Path) -> None:
+    if not (folder / "final.json").exists():
+        about = read_json(folder / "row.json")
+        row = about["name"] if about and isinstance(about.get("name"), str) else "ROW"
+        raise ValueError(f"{folder} has not finished; torchcaps train {row} --resume --out {folder} goes on")
+
+
+def read_recipe(folder: Path) -> tuple[Recipe, int]:
+    """The recipe and the seed that a run folder was made for."""
+    check_run(folder)
+    try:
+        content = json.loads((folder / "recipe.json").read_text())
+        return recipes.from_dict(content["recipe"]), int(content["seed"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder / 'recipe.json'} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What a file of a run folder holds, or None where it is not there."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} cannot be read: it holds no names with values")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def read_threshold(folder: Path) -> float | None:
+    for name in ("validation.json", "test.json"):
+        value = (read_json(folder / name) or {}).get("threshold")
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _kept(folder: Path, epoch: int) -> Path:
+    path = folder / "epochs" / f"epoch-{epoch:04d}.safetensors"
+    if not path.exists():
+        kept = sorted(int(each.stem.removeprefix("epoch-")) for each in path.parent.glob("epoch-*.safetensors"))
+        there = f"the kept ones are {', '.join(map(str, kept))}" if kept else "--keep-epochs keeps them"
+        raise ValueError(f"epoch {epoch} of {folder} was not kept; {there}")
+    return path
