@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # bfloat16 kills Python on some CPUs that advertise AMX unless this is set before torch's first operation
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup run test lint format clean
+.PHONY: setup run test bench lint format clean
 
 setup: $(VENV)/.stamp
 
@@ -19,10 +19,13 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	touch $@
 
 run: setup
-	$(BIN)/torchcaps list --run
+	$(BIN)/torchcaps quick
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+bench: setup
+	$(BIN)/python -m benchmarks.bench
 
 lint: setup
 	$(BIN)/ruff check .
