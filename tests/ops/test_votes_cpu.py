@@ -1,0 +1,165 @@
+"""Routing in pieces that stay in a CPU's cache, against the definition with all votes stored."""
+
+import pytest
+import torch
+
+from tests.helpers import assert_as_accurate, assert_equal_with_gradients
+from torchcaps import ops
+from torchcaps.models.measure import LiveBytes
+from torchcaps.ops import Votes, Window, votes_cpu
+
+SIZES = {  # batch, children, weight [g, a, j, e], rows of a pose, neighbours sharing a weight, offset
+    "vectors": ((20, 17), (17, 8, 5, 6), 1, False),
+    "small poses": ((20, 17), (17, 3, 5, 7), 1, False),
+    "matrices": ((5, 17), (17, 4, 7, 4), 4, False),
+    "36 dims": ((3, 17), (17, 6, 2, 6), 6, False),
+    "200 parents": ((3, 5), (5, 2, 200, 3), 1, False),
+    "one image": ((1, 9), (9, 4, 3, 4), 4, False),
+    "one child": ((4, 1), (1, 4, 3, 4), 4, False),
+    "shared": ((3, 12), (4, 4, 7, 4), 4, True),
+    "shared, small poses": ((19, 12), (4, 2, 3, 8), 1, True),
+}
+WINDOWS = {"stride 2": Window(3, 2), "stride 1": Window(2), "scrambled": Window(3, 2, scrambled=True)}
+
+
+def linear(name):
+    (batch, children), (groups, size, parents, columns), rows, offset = SIZES[name]
+    inputs = [torch.randn(batch, children, rows * size), 0.3 * torch.randn(groups, size, parents, columns)]
+    if offset:
+        inputs.append(0.3 * torch.randn(groups, children // groups, parents, rows * columns))
+    return (lambda poses, weight, offset=None: Votes(poses, weight, offset=offset)), inputs
+
+
+def spatial(name, layout):
+    window = WINDOWS[name]
+    poses = torch.randn(2, 2, 4, 9, 7)
+    if layout == "channels last":
+        poses = poses.flatten(1, 2).contiguous(memory_format=torch.channels_last).unflatten(1, (2, 4))
+    weight = 0.3 * torch.randn(2 * window.kernel_size**2, 2, 3, 2)
+    return (lambda poses, weight: Votes(poses, weight, window)), [poses, weight]
+
+
+CASES = {name: (lambda name=name: linear(name)) for name in SIZES} | {
+    f"{name}, {layout}": (lambda name=name, layout=layout: spatial(name, layout))
+    for name in WINDOWS
+    for layout in ("contiguous", "channels last")
+}
+AGREEMENTS = {
+    "plain": {},
+    "logits": {"logits": True, "scale": 0.7},
+    "leak": {"leak": True, "logits": True},
+    "prior": {"prior": True, "scale": 0.7},
+    "constant": {"constant": True, "logits": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces of a few windows and children, and memory that nobody wrote is not a number."""
+    monkeypatch.setattr(votes_cpu, "WINDOWS", 8)
+    monkeypatch.setattr(votes_cpu, "_cache_size", lambda: 2**13 // torch.get_num_threads())
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def check(ours, definition, inputs):
+    assert_equal_with_gradients(ours, definition, inputs)
+    assert_as_accurate(ours, definition, inputs, torch.float32)
+
+
+@pytest.mark.parametrize("options", AGREEMENTS.values(), ids=AGREEMENTS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_agreement(case, options):
+    make, inputs = case()
+    votes = make(*inputs)
+    pairs = [name for name in ("logits", "prior") if options.get(name)]
+    given = {name: value for name, value in options.items() if name not in pairs}
+    inputs.append(torch.randn(*votes.lead, votes.parents, votes.dim))
+    inputs += [0.3 * torch.randn(votes.in_caps, votes.parents) for _ in pairs]
+    last = len(inputs) - len(pairs)
+
+    def by(step):
+        def run(*x):
+            return step(make(*x[: last - 1]), x[last - 1], **given, **dict(zip(pairs, x[last:], strict=True)))
+
+        return run
+
+    with ops.backend("torch"):
+        check(by(votes_cpu.agreement_step), by(ops.agreement_step), inputs)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_mixture(case):
+    make, inputs = case()
+    votes = make(*inputs)
+    inputs.append(torch.rand(*votes.lead, votes.in_caps, votes.parents))
+    with ops.backend("torch"):
+        check(
+            lambda *x: votes_cpu.mixture(make(*x[:-1]), x[-1]),
+            lambda *x: make(*x[:-1]).mixture(x[-1]),
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("size", [1, 1e-9], ids=["mass", "hardly any mass"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gaussian_fit(case, size):
+    make, inputs = case()
+    votes = make(*inputs)
+    inputs.append(size * torch.rand(*votes.lead, votes.in_caps, votes.parents))
+    with ops.backend("torch"):
+        check(
+            lambda *x: votes_cpu.gaussian_fit(make(*x[:-1]), x[-1]),
+            lambda *x: ops.gaussian_fit(make(*x[:-1]), x[-1]),
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gaussian_log_density(case):
+    make, inputs = case()
+    votes = make(*inputs)
+    inputs.append(torch.randn(*votes.lead, votes.parents, votes.dim))
+    inputs.append(0.3 + torch.rand(*votes.lead, votes.parents, votes.dim))
+    with ops.backend("torch"):
+        check(
+            lambda *x: votes_cpu.gaussian_log_density(make(*x[:-2]), *x[-2:]),
+            lambda *x: ops.gaussian_log_density(make(*x[:-2]), *x[-2:]),
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("needed", range(3))
+def test_only_the_gradients_asked_for(needed):
+    make, inputs = linear("matrices")
+    inputs.append(torch.randn(5, 7, 16))
+    inputs[needed].requires_grad_()
+    votes_cpu.agreement_step(make(*inputs[:2]), inputs[2])[0].sum().backward()
+    assert [x.grad is not None for x in inputs] == [n == needed for n in range(3)]
+
+
+@pytest.mark.parametrize("batch", [64, 128])
+def test_memory_stays_below_a_quarter_of_the_votes(batch):
+    poses = torch.randn(batch, 64, 16, requires_grad=True)
+    weight = torch.randn(64, 4, 32, 4, requires_grad=True)
+    parents = torch.randn(batch, 32, 16, requires_grad=True)
+    votes = Votes(poses, weight)
+    with LiveBytes(poses.detach(), batch) as live:
+        before = live.now
+        votes_cpu.agreement_step(votes, parents)[0].sum().backward()
+    assert live.peak - before < votes._size() / 4
+
+
+def test_what_runs_here():
+    make, (poses, weight) = linear("matrices")
+    assert not votes_cpu.fits(make(poses, weight))  # too few to be worth it
+    large = torch.randn(64, 512, 16), torch.randn(512, 4, 10, 4)
+    assert votes_cpu.fits(make(*large))
+    assert votes_cpu.fits(make(*(x.double() for x in large)))
+    assert not votes_cpu.fits(make(*(x.bfloat16() for x in large)))
+    assert not votes_cpu.fits(make(*(x.to("meta") for x in large)))
+    assert not votes_cpu.fits(Votes.of(torch.randn(64, 512, 10, 16)))
+    assert not torch.func.vmap(lambda poses: torch.tensor(votes_cpu.fits(make(poses, large[1]))))(large[0][None]).any()
