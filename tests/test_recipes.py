@@ -379,8 +379,7 @@ def test_recipes_import_nothing_but_each_other():
     for path in Path(recipes.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("torchcaps"):
-                looks_at_images = path.stem == "own_images" and node.module.startswith("torchcaps.data.")
-                assert node.module.startswith("torchcaps.recipes") or looks_at_images, path
+                assert node.module.startswith("torchcaps.recipes"), path
 
 
 def test_a_recipe_is_frozen_and_its_lists_are_tuples():

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from torchcaps import own_images
 from torchcaps.cli import main
 from torchcaps.commands.predict import predict_images
 from torchcaps.finish import validate
-from torchcaps.recipes import own_images, with_overrides
+from torchcaps.recipes import with_overrides
 from torchcaps.runs import open_run
 from torchcaps.train import train
 

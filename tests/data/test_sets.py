@@ -375,7 +375,7 @@ def test_folders_load_by_name(tmp_path):
     assert data.class_names == ("cat", "dog")
     assert data.image == (3, 8, 9)
     assert torch.bincount(data.validation.labels).tolist() == [2, 2]
-    with pytest.raises(ValueError, match="folder has no option 'sise'; it has path, csv"):
+    with pytest.raises(ValueError, match="folder has no option 'sise'; it has path, balance, csv"):
         load("folder", path=tmp_path, sise=3)
 
 

@@ -72,7 +72,7 @@ def choose(name: str, changes: Mapping[str, str]) -> Row:
     """A row of a table, "table:row", or one's own images, "folder=PATH", with some fields changed."""
     kind, equals, path = name.partition("=")
     if equals and kind == OWN:
-        from torchcaps.recipes import own_images
+        from torchcaps import own_images
 
         changes = dict(changes)
         model = changes.pop("model", "efficient_capsnet")

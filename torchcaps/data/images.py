@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 1 << 26  # 8192 x 8192; what claims to be larger is more likely a bomb than a picture
 GREY = ("1", "L", "LA", "I")  # and I;16 in its byte orders
 THREADS = min(8, os.cpu_count() or 1)
+SKIP = "replace or remove it, or leave such files out with on_error='skip' (--on-error skip)"
 ORIENTATION = 0x0112  # the EXIF tag; from 5 on the sides change places
 
 
@@ -35,12 +37,12 @@ def look(path: str) -> Header:
     return _reading(path, _header)
 
 
-def read_image(path: str, image: tuple[int, int, int]) -> Tensor:
-    """Turned as EXIF says, laid on white where transparent, scaled to cover the size asked for, cropped to its centre.
+def read_image(path: str, image: tuple[int, int, int], advice: str = SKIP) -> Tensor:
+    """The pixels of a file, see `fit_image`; `advice` ends the sentence of the DataError where it cannot be read.
 
     Shapes: image (c, h, w) with c = 1 or 3 -> uint8 [c, h, w]
     """
-    return _reading(path, lambda opened: _pixels(opened, image))
+    return _reading(path, lambda opened: fit_image(opened, image), advice)
 
 
 def check_on_error(on_error: str) -> None:
@@ -84,13 +86,17 @@ def pillow() -> Any:
 def track(items: Iterable[Any], what: str, total: int) -> Iterable[Any]:
     """`items` under a progress bar, where there is a terminal to show it."""
     from rich.console import Console
-    from rich.progress import track as bar
+    from rich.progress import Progress
 
-    console = Console(stderr=True)
-    return bar(items, what, total, console=console, transient=True, disable=not console.is_terminal)
+    console, to_terminal = Console(stderr=True), sys.stdout.isatty()
+    if not console.is_terminal:
+        yield from items
+        return
+    with Progress(console=console, transient=True, redirect_stdout=to_terminal) as bar:
+        yield from bar.track(items, total, description=what)
 
 
-def _reading(path: str, what: Callable[[Image], Any]) -> Any:
+def _reading(path: str, what: Callable[[Image], Any], advice: str = SKIP) -> Any:
     try:
         with pillow().open(path) as opened:
             return what(opened)
@@ -100,9 +106,7 @@ def _reading(path: str, what: Callable[[Image], Any]) -> Any:
         reason = "is not there"
     except Exception as error:  # Pillow's decoders raise SyntaxError, struct.error, EOFError and more
         reason = f"cannot be read as an image ({error})"
-    raise DataError(
-        f"{path} {reason}; replace or remove it, or leave such files out with on_error='skip' (--on-error skip)"
-    )
+    raise DataError(f"{path} {reason}; {advice}")
 
 
 def _header(opened: Image) -> Header:
@@ -121,7 +125,11 @@ def _header(opened: Image) -> Header:
     return Header(height, width, grey)
 
 
-def _pixels(opened: Image, image: tuple[int, int, int]) -> Tensor:
+def fit_image(opened: Image, image: tuple[int, int, int]) -> Tensor:
+    """Turned as EXIF says, laid on white where transparent, scaled to cover the size asked for, cropped to its centre.
+
+    Shapes: image (c, h, w) with c = 1 or 3 -> uint8 [c, h, w]
+    """
     import numpy as np
     from PIL import ImageOps
 

@@ -49,7 +49,7 @@ def in_folders(root: Path) -> tuple[list[Found], list[str]]:
     found, others = [], Counter[str]()
     for part, folder in [(PARTS[folder.name.lower()], folder) for folder in folders] if given else [("", root)]:
         for class_folder in _folders(folder):
-            files = list(_files(class_folder, (os.path.realpath(class_folder),)))
+            files = list(files_in(class_folder))
             images = [file for file in files if is_image(file)]
             strange = Counter(Path(file).suffix.lower() or "no ending" for file in files if not is_image(file))
             if not images:
@@ -86,7 +86,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         raise DataError(f"{entry.path} is a link that leads nowhere ({error.strerror}); remove it") from error
 
 
-def _files(folder: str | os.PathLike[str], above: tuple[str, ...]) -> Iterable[str]:
+def files_in(folder: str | os.PathLike[str], above: tuple[str, ...] = ()) -> Iterable[str]:
+    """All files, in sub-folders too, in order; `above` are the real paths of the folders that led here."""
+    above = above or (os.path.realpath(folder),)
     for entry in entries(folder):
         if not _is_folder(entry):
             yield entry.path
@@ -94,7 +96,7 @@ def _files(folder: str | os.PathLike[str], above: tuple[str, ...]) -> Iterable[s
         real = os.path.realpath(entry.path)
         if real in above:
             raise DataError(f"{entry.path} is a link to a folder that holds it, a loop without end; remove it")
-        yield from _files(entry.path, (*above, real))
+        yield from files_in(entry.path, (*above, real))
 
 
 def in_table(table: Path, root: Path) -> list[Found]:

@@ -1,4 +1,4 @@
-"""How each paper treats each data set: what is done in training and testing, and what is held out.
+"""How each paper treats each data set, and we our own images: what is done in training and testing, what is held out.
 
 `find("sabour2017", "cifar10")` follows the paper, `find("sabour2017-official", "cifar10")` its released code where the
 two differ. What a paper leaves open is listed as `assumed`, what else is worth knowing as `notes`.
@@ -288,6 +288,20 @@ def mazzia2021(name: str, data: str, official: bool, *, crops: int = 13, statist
     )
 
 
+def own_images(name: str, data: str, official: bool, *, augmentation: str = "photo") -> Protocol:
+    """Ours, for one's own images: gentle changes that leave an image what it is.
+
+    `augmentation` is "photo"; "scan", which mirrors nothing, as text and drawings want it; or "" for none.
+    """
+    _one_of("augmentation", augmentation, ("photo", "scan", ""))
+    steps: dict[str, Steps] = {
+        "photo": (affine(degrees=10, fraction=0.08), flip(), colour_jitter(0.2, 0.2, 0.2, 0.02)),
+        "scan": (affine(degrees=5, fraction=0.05), colour_jitter(0.2, 0.2)),
+        "": (),
+    }
+    return Protocol(name, data, steps[augmentation])
+
+
 PAPERS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {
     "sabour2017": (sabour2017, ("mnist", "multimnist", *CANVAS, "cifar10", "smallnorb", "svhn")),
     "li2018": (li2018, ("mnist", "cifar10", "cifar100", "svhn", "himagenet")),
@@ -295,22 +309,23 @@ PAPERS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {
     "tsai2020": (tsai2020, ("cifar10", "cifar100", "diverse_multimnist")),
     "mazzia2021": (mazzia2021, ("mnist", "smallnorb", "multimnist")),
 }
+OURS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {"own_images": (own_images, ("folder",))}
 
 
 def find(name: str, data: str, **options: Any) -> Protocol:
     """The protocol of that name for a data set; `options` are the paper's own, such as augmentation="+"."""
     paper, _, form = name.partition("-")
-    if paper not in PAPERS or form not in ("", "official"):
+    if (paper not in PAPERS or form not in ("", "official")) and name not in OURS:
         near = get_close_matches(name, protocol_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(protocol_names())}"
         raise ValueError(f"there is no protocol {name!r}; {hint}")
-    make, sets = PAPERS[paper]
+    make, sets = {**PAPERS, **OURS}[paper]
     if data == "multimnist_shift6" and "multimnist" in sets:
         if form != "official":
             raise ValueError(f"{paper} shifts by 4 pixels; multimnist_shift6 has {', '.join(protocol_names(data))}")
         return replace(find(name, "multimnist", **options), data=data)
     if data not in sets:
-        others = [other for other in protocol_names(data) if other in PAPERS] or protocol_names(data)
+        others = [other for other in protocol_names(data) if "-" not in other] or protocol_names(data)
         known = (
             f"{data} has {', '.join(others)}" if others else f"no paper here uses {data}, so name your own transforms"
         )
@@ -320,15 +335,16 @@ def find(name: str, data: str, **options: Any) -> Protocol:
 
 
 def protocol_names(data: str | None = None) -> list[str]:
-    """All names, or those that a data set has."""
+    """All names of the papers' protocols, or those that a data set has."""
     if data == "multimnist_shift6":
         return [name for name in protocol_names("multimnist") if name.endswith("-official")]
+    ours = [name for name, (_, sets) in OURS.items() if data in sets]
     papers = [paper for paper, (_, sets) in PAPERS.items() if data is None or data in sets]
-    return [name for paper in papers for name in (paper, f"{paper}-official")]
+    return [*(name for paper in papers for name in (paper, f"{paper}-official")), *ours]
 
 
 def protocol_options(name: str) -> tuple[str, ...]:
-    make = PAPERS[name.partition("-")[0]][0]
+    make = {**PAPERS, **OURS}[name.partition("-")[0]][0]
     return tuple(word for word, value in inspect.signature(make).parameters.items() if value.kind == value.KEYWORD_ONLY)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchcaps.data import formats, protocols
 from torchcaps.data.errors import DataError
-from torchcaps.data.splits import DataSet, Stored, by_viewpoint, hold_out
+from torchcaps.data.splits import DataSet, Stored, balanced, by_viewpoint, hold_out
 
 log = logging.getLogger("torchcaps")
 
@@ -355,15 +355,22 @@ def digits(where: Where) -> DataSet:
     return where.part(everything.take(rows[:start]), everything.take(rows[start:]))
 
 
-def folder(where: Where, *, path: str | os.PathLike[str] | None = None, **options: Any) -> DataSet:
-    """Images of one's own, see `torchcaps.data.folder.load_folder`."""
+def folder(
+    where: Where, *, path: str | os.PathLike[str] | None = None, balance: bool = False, **options: Any
+) -> DataSet:
+    """Images of one's own, see `torchcaps.data.folder.load_folder`; `balance` repeats those of rare classes."""
     from torchcaps.data.folder import load_folder
 
     if path is None:
         raise DataError(
             "folder needs path=, or --path in a shell: the folder with your images, or a CSV that lists them"
         )
-    return _held(where, load_folder(path, seed=where.seed, **options), path)
+    data = _held(where, load_folder(path, seed=where.seed, **options), path)
+    if not balance:
+        return data
+    train = balanced(data.train)  # type: ignore[type-var]
+    note = f"images of rare classes are repeated: {len(data.train):,} training images count as {len(train):,}"
+    return replace(data, train=train, notes=(*data.notes, note) if len(train) > len(data.train) else data.notes)
 
 
 def himagenet(where: Where, *, path: str | os.PathLike[str] | None = None, **options: Any) -> DataSet:

@@ -198,7 +198,8 @@ class DataSet:
 def hold_out(split: S, validation: float | str, seed: int = 0, group: str | None = None) -> tuple[S, S]:
     """Parts a training set in two that share nothing: what is trained on, and what is held out.
 
-    A number of images or a fraction is taken class by class, in proportion, by `seed`. With a `group` (smallNORB's
+    A number of images or a fraction is taken class by class, in proportion, by `seed`; each class keeps an image to
+    train on, if that leaves enough. With a `group` (smallNORB's
     "instance") whole groups are taken, as many in each class, so that no toy is on both sides. "first-10000" takes
     the first 10,000 images (Sabour's released code).
     """
@@ -211,6 +212,23 @@ def hold_out(split: S, validation: float | str, seed: int = 0, group: str | None
         taken = _grouped(split.labels.cpu(), groups, count_of(validation, len(split)), seed, group)
     everything = torch.arange(len(split))
     return split.take(everything[~taken]), split.take(everything[taken])
+
+
+def balanced(split: S, most: int = 10) -> S:
+    """The split with the images of rare classes repeated, each at most `most` times, until the classes are as large.
+
+    Images with several labels stay as they are.
+    """
+    if split.labels.dim() != 1:
+        return split
+    labels = split.labels.cpu()
+    sizes = torch.bincount(labels, minlength=split.classes).tolist()
+    rows = []
+    for label, size in enumerate(sizes):
+        wanted = min(max(sizes), most * size)
+        own = (labels == label).nonzero()[:, 0]
+        rows.append(own.repeat(-(-wanted // max(1, size)))[:wanted])
+    return split.take(torch.cat(rows))
 
 
 def by_viewpoint(split: Stored, word: str) -> tuple[Stored, Stored]:
@@ -244,7 +262,7 @@ def _first(length: int, rule: str) -> Tensor:
 def _stratified(labels: Tensor, count: int, seed: int) -> Tensor:
     """Shapes: labels [n] or [n, k] -> [n], True where held out"""
     _, kind = labels.unique(dim=0, return_inverse=True)
-    shares = shared_out(count, torch.bincount(kind).tolist())
+    shares = _leaving_one(shared_out(count, sizes := torch.bincount(kind).tolist()), sizes)
     order = hashed(seed, HOLD_OUT, torch.arange(len(labels))).argsort(stable=True)
     taken = torch.zeros(len(labels), dtype=torch.bool)
     for each, share in enumerate(shares):
@@ -267,6 +285,16 @@ def _grouped(labels: Tensor, groups: Tensor, count: int, seed: int, word: str) -
     if held != count:
         log.info("the validation split holds out whole %ss: %d images where %d were asked for", word, held, count)
     return taken
+
+
+def _leaving_one(shares: list[int], sizes: list[int]) -> list[int]:
+    """The shares with those that take all of a class made one less, and the largest rests giving in their place."""
+    if sum(shares) > sum(sizes) - len(sizes):
+        return shares
+    left = [min(share, size - 1) for share, size in zip(shares, sizes, strict=True)]
+    for _ in range(sum(shares) - sum(left)):
+        left[max(range(len(sizes)), key=lambda k: (sizes[k] - left[k], -k))] += 1
+    return left
 
 
 def shared_out(count: int, sizes: list[int]) -> list[int]:

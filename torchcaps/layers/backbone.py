@@ -23,9 +23,9 @@ def simple_backbone(in_channels: int, width: int = 256) -> nn.Sequential:
     return conv_stem(in_channels, width, kernel_size=3, stride=2, padding=1)
 
 
-def keras_batch_norm(channels: int) -> nn.Module:
+def keras_batch_norm(channels: int, momentum: float = 0.01) -> nn.Module:
     """With Keras's defaults."""
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=momentum)
 
 
 def keras_instance_norm(channels: int, near_zero: bool = False) -> nn.Module:

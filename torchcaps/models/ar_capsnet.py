@@ -31,7 +31,7 @@ CHOI = "Choi et al. 2019"
 CAPS, PRIMARY_DIM = 8, 16
 
 
-def ar_stem(in_channels: int, width: int = 64) -> nn.Sequential:
+def ar_stem(in_channels: int, width: int = 64, momentum: float = 0.01) -> nn.Sequential:
     """Twice convolution, batch norm, ReLU.
 
     Shapes: images [b, c, h, w] -> [b, width, h, w]
@@ -39,7 +39,7 @@ def ar_stem(in_channels: int, width: int = 64) -> nn.Sequential:
     layers: list[nn.Module] = []
     for ins in (in_channels, width):
         conv = keras_conv_(nn.Conv2d(ins, width, 3, padding=1))
-        layers += [conv, keras_batch_norm(width), nn.ReLU()]
+        layers += [conv, keras_batch_norm(width, momentum), nn.ReLU()]
     return nn.Sequential(*layers)
 
 
@@ -81,6 +81,7 @@ def ar_capsnet(
     attention: str = "all",
     dropout: float = 0.5,
     largest: int | None = 10,
+    norm_momentum: float = 0.01,
     backbone: str | nn.Module = "conv",
     decoder: bool = True,
     objects: int = 1,
@@ -95,11 +96,12 @@ def ar_capsnet(
         dim: size of their capsules.
         attention: "all", each logit sees all children's votes; "own", its own child's alone, as in the paper's text.
         largest: side of the map up to which layers halve it; None leaves that to the first alone.
+        norm_momentum: of batch norms: how fast their statistics follow. Keras's 0.01 wants a thousand steps and more.
         backbone: "conv", the paper's two convolutions; "resnet"; or a module.
     """
     check_count("depth", depth, least=0)
     check_count("dim", dim)
-    stem = find_backbone(backbone, image, conv=ar_stem)
+    stem = find_backbone(backbone, image, conv=lambda c: ar_stem(c, momentum=norm_momentum))
     channels, height, width = feature_shape(stem, image)
     height, width, in_dim = -(-height // 2), -(-width // 2), PRIMARY_DIM
     routing = partial(AttentionRouting, attention=attention)

@@ -59,6 +59,7 @@ def efficient_capsnet(
     first_kernel: int = 5,
     norm: str = "batch",
     norm_init: str = "ones",
+    norm_momentum: float = 0.01,
     primary: tuple[int, int] | None = None,
     backbone: str | nn.Module = "conv",
     decoder: bool = True,
@@ -75,6 +76,7 @@ def efficient_capsnet(
         first_kernel: of the first convolution; the others have 3.
         norm: "batch" after ReLU, or "instance" after leaky ReLU.
         norm_init: of instance norms: "ones" for scales of 1 and shifts of 0, "released" for both from U(-0.05, 0.05).
+        norm_momentum: of batch norms: how fast their statistics follow. Keras's 0.01 wants a thousand steps and more.
         primary: kernel and stride of the depthwise primary capsules; None takes in the whole map.
         backbone: "conv", the four convolutions; "resnet"; or a module whose channels are a multiple of 8.
         decoder_layers: "dense" or "conv".
@@ -82,7 +84,9 @@ def efficient_capsnet(
     """
     if norm_init not in ("ones", "released"):
         raise ValueError(f'norm_init must be "ones" or "released", got {norm_init!r}')
-    stem = find_backbone(backbone, image, conv=lambda c: _stem(c, image, strides, first_kernel, norm, norm_init))
+    stem = find_backbone(
+        backbone, image, conv=lambda c: _stem(c, image, strides, first_kernel, norm, norm_init, norm_momentum)
+    )
     channels, height, width = feature_shape(stem, image)
     if channels % DIM:
         raise ValueError(f"a backbone for capsules of {DIM} needs a multiple of {DIM} channels, got {channels}")
@@ -122,11 +126,17 @@ def _pairs(hidden: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _stem(
-    channels: int, image: Image, strides: Sequence[int] | None, first_kernel: int, norm: str, norm_init: str
+    channels: int,
+    image: Image,
+    strides: Sequence[int] | None,
+    first_kernel: int,
+    norm: str,
+    norm_init: str,
+    norm_momentum: float,
 ) -> nn.Module:
     strides = _strides_for(max(image[1:])) if strides is None else strides
     if norm == "batch":
-        return efficient_stem(channels, strides, first_kernel)
+        return efficient_stem(channels, strides, first_kernel, norm=partial(keras_batch_norm, momentum=norm_momentum))
     if norm != "instance":
         raise ValueError(f'norm must be "batch" or "instance", got {norm!r}')
     released = norm_init == "released"

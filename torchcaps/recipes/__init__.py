@@ -156,8 +156,8 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def tables() -> dict[str, ModuleType]:
-    """Every table's file by its name; `own_images`, which has no rows, is none."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "own_images")
+    """Every table's file by its name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {name: import_module(f"{__name__}.{name}") for name in names}
 
 
