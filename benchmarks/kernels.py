@@ -1,7 +1,8 @@
-"""Checks and times the fused routing steps on a GPU: `python benchmarks/kernels.py`, about a minute and a half.
+"""Checks and times the fused routing steps on a GPU: `python benchmarks/kernels.py`, about two minutes.
 
 First every case is checked in a process of its own, several at a time, which also fills Triton's cache; then they are
-timed one after another. A case that fails prints its error and the next goes on.
+timed one after another. A case that fails prints its error and the next goes on. With --small, every kernel runs and is
+checked at a small size in this one process, which is what `compute-sanitizer --tool memcheck` can follow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchcaps.ops import Votes, Window, agreement_step, backend, vote_budget
+from torchcaps.ops import Votes, Window, agreement_step, backend, em_step, vote_budget
 
 # name: batch, poses of one image, spatial ones channels-last; weight [g, a, j, e]; window
 CASES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], Window | None]] = {
@@ -29,12 +30,34 @@ CASES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], Window | None]] = 
     "capsnet": (128, (1152, 8), (1152, 8, 10, 16), None),
     "large": (128, (3872, 8), (3872, 8, 196, 16), None),
     "cifar100": (64, (32, 36, 7, 7), (288, 6, 32, 6), Window(3, 1)),
+    "em-conv1": (128, (32, 16, 16, 16), (288, 4, 32, 4), Window(3, 2)),
+    "em-conv2": (128, (32, 16, 7, 7), (288, 4, 32, 4), Window(3, 1)),
+    "em-class": (128, (800, 16), (32, 4, 10, 4), None),
+}
+SMALL: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], Window | None]] = {
+    "vectors": (3, (19, 8), (19, 8, 10, 16), None),
+    "matrices": (5, (2, 16, 7, 7), (18, 4, 5, 4), Window(3, 2)),
+    "many parents": (2, (9, 8), (9, 8, 70, 8), None),
+    "36 dims": (2, (2, 36, 5, 5), (18, 6, 7, 6), Window(3, 1)),
+    "em-matrices": (5, (2, 16, 7, 7), (18, 4, 5, 4), Window(3, 2)),
+    "em-many parents": (2, (9, 8), (9, 8, 70, 8), None),
+    "em-36 dims": (2, (2, 36, 5, 5), (18, 6, 7, 6), Window(3, 1)),
+    "em-shared": (3, (20, 16), (5, 4, 10, 4), None),
 }
 DTYPES = {"bf16": (torch.bfloat16, "high"), "tf32": (torch.float32, "high"), "fp32": (torch.float32, "highest")}
 CHECKED = [(case, "bf16") for case in CASES]
 CHECKED += [(case, "tf32") for case in CASES if case != "cifar100"]
-CHECKED += [("tsai-1", "fp32"), ("capsnet", "fp32")]
-SWEEP: dict[str, dict[str, Any]] = {  # other ways to cut up the first case
+CHECKED += [("tsai-1", "fp32"), ("capsnet", "fp32"), ("em-conv2", "fp32")]
+EM_SWEEP: dict[str, dict[str, Any]] = {  # other ways to cut up the first convolutional layer of EM
+    "em, default": {},
+    "em, 16 parents": {"block": 16},
+    "em, 32 parents": {"block": 32},
+    "em, 4 parents": {"block": 4},
+    "em, 168 registers": {"registers": 168},
+    "em, stages 1": {"stages": 1},
+    "em, 4 a warp, 16 parents": {"low": 4, "block": 16},
+}
+SWEEP: dict[str, dict[str, Any]] = EM_SWEEP | {  # and the first case of all
     "default": {},
     "stages 1": {"stages": 1},
     "128 registers": {"registers": 128},
@@ -46,9 +69,13 @@ SWEEP: dict[str, dict[str, Any]] = {  # other ways to cut up the first case
 }
 
 
+def find(case: str) -> tuple[int, tuple[int, ...], tuple[int, ...], Window | None]:
+    return SMALL[case] if case in SMALL else CASES[case]
+
+
 def build(case: str, dtype: str, batch: int | None = None, device: str = "cuda") -> tuple[Votes, list[torch.Tensor]]:
-    """Votes, and what they are made of: poses, weight and parents."""
-    images, pose, weight, window = CASES[case]
+    """Votes, and what goes in: poses and weight, then the parents, or for EM activations and logits of the parents."""
+    images, pose, weight, window = find(case)
     kind, precision = DTYPES[dtype]
     torch.set_float32_matmul_precision(precision)
     torch.manual_seed(0)
@@ -57,42 +84,95 @@ def build(case: str, dtype: str, batch: int | None = None, device: str = "cuda")
         poses = poses.permute(0, 3, 4, 1, 2).contiguous().permute(0, 3, 4, 1, 2)
     w = (torch.randn(weight, device=device) * weight[1] ** -0.5).to(kind)
     votes = Votes(poses, w, window)
+    if case.startswith("em-"):
+        activations = torch.rand(*votes.lead, votes.in_caps, device=device)
+        priors = torch.randn(*votes.lead, votes.parents, device=device)
+        return votes, [poses, w, activations, priors]
     parents = torch.randn(*votes.lead, votes.parents, votes.dim, device=device).to(kind)
     return votes, [poses, w, parents]
 
 
-def step(votes: Votes, inputs: list[torch.Tensor], window: Window | None, name: str) -> torch.Tensor:
-    poses, weight, parents = inputs
+def step(case: str, inputs: list[torch.Tensor], name: str) -> torch.Tensor:
+    """One agreement step, or two steps of EM, of which the mean and the variance are returned."""
+    poses, weight, *rest = inputs
+    offset = None
+    if case in ("em-class", "em-shared"):
+        offset = torch.linspace(0, 1, poses.shape[1] // len(weight), device=poses.device)[None, :, None, None]
     with backend(name):
         dtype = torch.float64 if poses.dtype == torch.float64 else torch.float32
-        made = Votes(poses, weight, window)
-        if name == "torch":
-            made, parents = made.to(dtype), parents.to(dtype)
-        return agreement_step(made, parents, scale=votes.dim**-0.5)[0]
+        votes = Votes(poses, weight, find(case)[3], None if offset is None else offset.to(dtype))
+        votes = votes.to(dtype) if name == "torch" else votes.with_products(poses.dtype)
+        rest = [x.to(dtype) for x in rest]
+        if not case.startswith("em-"):
+            return agreement_step(votes, rest[0], scale=votes.dim**-0.5)[0]
+        activations, priors = rest
+        _, mean, variance, _ = em_step(votes, activations)
+        parents = mean, variance + 5e-4, torch.nn.functional.logsigmoid(priors)
+        mass, mean, variance, _ = em_step(votes, activations, parents)
+        return torch.cat([mean, variance.sqrt(), mass[..., None]], -1)
 
 
-def outcome(votes: Votes, inputs: list[torch.Tensor], window: Window | None, name: str) -> list[torch.Tensor]:
-    """The mixture, then the gradients of poses, weight and parents."""
+def outcome(case: str, inputs: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """What the step gives, then the gradients of its inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
-    mixture = step(votes, inputs, window, name)
+    result = step(case, inputs, name)
     torch.manual_seed(1)
-    projection = torch.randn(mixture.shape, device=mixture.device)
-    return [mixture.detach(), *torch.autograd.grad(mixture, inputs, projection.to(mixture.dtype))]
+    projection = torch.randn(result.shape, device=result.device)
+    return [result.detach(), *torch.autograd.grad(result, inputs, projection.to(result.dtype))]
+
+
+def to_tf32(x: torch.Tensor) -> torch.Tensor:
+    return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if x.dtype == torch.float32 else x
+
+
+class RoundedToTF32(torch.autograd.Function):
+    """Where PyTorch itself may or may not run in TF32: factors of votes rounded, and the gradient that comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forth: bool) -> torch.Tensor:
+        ctx.forth = forth
+        return to_tf32(x.contiguous()) if forth else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return (grad if ctx.forth else to_tf32(grad.contiguous())), None
+
+
+def in_tf32(case: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outcome in plain PyTorch, with TF32 where the kernels have it: in the votes, forth and back."""
+    cast = Votes._vote
+    before = torch.get_float32_matmul_precision()
+
+    def rounded(self: Votes, children: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
+        votes = cast(self, RoundedToTF32.apply(children, True), RoundedToTF32.apply(weight, True), None)
+        votes = RoundedToTF32.apply(votes, False)
+        if offset is None:
+            return votes
+        return votes + offset.expand(len(weight), self.sharing, self.parents, self.dim).permute(2, 0, 1, 3).flatten(
+            1, 2
+        )
+
+    Votes._vote = rounded  # type: ignore[method-assign]
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return outcome(case, inputs, "torch")
+    finally:
+        Votes._vote = cast  # type: ignore[method-assign]
+        torch.set_float32_matmul_precision(before)
 
 
 def check(case: str, dtype: str, device: str = "cuda", batch: int = 16) -> dict[str, Any]:
     """Error against float64, over the error of plain PyTorch in the same dtype: at most 2 is right."""
-    votes, inputs = build(case, dtype, batch, device)
-    window = CASES[case][3]
-    exact = outcome(votes, [x.double() for x in inputs], window, "torch")
-    plain = outcome(votes, inputs, window, "torch")
-    fused = outcome(votes, inputs, window, "triton")
+    _, inputs = build(case, dtype, batch, device)
+    exact = outcome(case, [x.double() for x in inputs], "torch")
+    plain = in_tf32(case, inputs) if dtype == "tf32" else outcome(case, inputs, "torch")
+    fused = outcome(case, inputs, "triton")
     ratios, errors = [], []
     for e, p, f in zip(exact, plain, fused, strict=True):
         allowed = (p - e).abs().max() + 0.5e-6 * e.abs().max()
         ratios.append(round(float((f - e).abs().max() / allowed), 2))
         errors.append(float((f - e).abs().max() / e.abs().max()))
-    again = outcome(votes, inputs, window, "triton")
+    again = outcome(case, inputs, "triton")
     same = [bool(torch.equal(x, y)) for x, y in zip(fused, again, strict=True)]
     return {"ratios": ratios, "errors": [f"{x:.1e}" for x in errors], "same again": same}
 
@@ -104,17 +184,26 @@ def worker(case: str, dtype: str, sweep: str | None) -> None:
         report: dict[str, Any] = {}
     else:
         report = check(case, dtype)
-    votes, inputs = build(case, dtype)
-    outcome(votes, inputs, CASES[case][3], "triton")
+    _, inputs = build(case, dtype)
+    outcome(case, inputs, "triton")
     torch.cuda.synchronize()
-    print(json.dumps(report | {"seconds": round(time.time() - began, 1)}))
+    print(json.dumps(report | {"seconds": round(time.time() - began, 1)}), flush=True)
+    os._exit(0)  # threads of Triton and CUDA may abort an orderly exit, after all is said
 
 
 def override(options: dict[str, Any]) -> Callable[[], None]:
-    from torchcaps.ops import agreement_triton, votes_triton
+    from torchcaps.ops import agreement_triton, em_triton, votes_triton
 
+    before = em_triton._plan
     agreement_triton.plan = functools.partial(votes_triton.plan, **options)
-    return lambda: setattr(agreement_triton, "plan", votes_triton.plan)
+    em_triton._plan = lambda votes, backward=False: votes_triton.plan(
+        votes, backward, **{"low": 2, "block": 8} | options
+    )
+
+    def back() -> None:
+        agreement_triton.plan, em_triton._plan = votes_triton.plan, before
+
+    return back
 
 
 def ask(arguments: list[str]) -> dict[str, Any]:
@@ -148,21 +237,21 @@ def kernel_times(function: Callable[[], object], times: int = 5) -> dict[str, fl
             function()
         torch.cuda.synchronize()
     spent = {e.key: e.self_device_time_total / 1000 / times for e in profile.key_averages()}
-    return dict(sorted(spent.items(), key=lambda item: -item[1])[:6])
+    return dict(sorted(spent.items(), key=lambda item: -item[1])[:10])
 
 
 def measure(case: str, dtype: str, name: str, times: int) -> dict[str, float]:
-    votes, inputs = build(case, dtype)
-    window = CASES[case][3]
+    _, inputs = build(case, dtype)
     inputs = [x.requires_grad_() for x in inputs]
-    projection = torch.randn(*votes.lead, votes.parents, votes.dim, device="cuda")
+    with torch.no_grad():
+        projection = torch.randn_like(step(case, inputs, name))
 
     def forward() -> None:
         with torch.no_grad():
-            step(votes, inputs, window, name)
+            step(case, inputs, name)
 
     def both() -> None:
-        torch.autograd.grad(step(votes, inputs, window, name), inputs, projection)
+        torch.autograd.grad(step(case, inputs, name), inputs, projection)
 
     row = {"forward": median_ms(forward, times)}
     torch.cuda.synchronize()
@@ -186,13 +275,29 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compiled(case: str, dtype: str) -> float:
-    votes, inputs = build(case, dtype)
-    window = CASES[case][3]
+    _, inputs = build(case, dtype)
     inputs = [x.requires_grad_() for x in inputs]
-    run = torch.compile(lambda *x: step(votes, list(x), window, "torch"), dynamic=False)
-    projection = torch.randn(*votes.lead, votes.parents, votes.dim, device="cuda")
+    run = torch.compile(lambda *x: step(case, list(x), "torch"), dynamic=False)
     with vote_budget(2**40):
+        with torch.no_grad():
+            projection = torch.randn_like(run(*inputs))
         return median_ms(lambda: torch.autograd.grad(run(*inputs), inputs, projection), 5)
+
+
+def swept_case(name: str) -> tuple[str, str]:
+    return ("em-conv1" if name in EM_SWEEP else "tsai-1"), "bf16"
+
+
+def small(device: str = "cuda") -> None:
+    wrong = 0
+    for case in SMALL:
+        for dtype in DTYPES:
+            report = check(case, dtype, device, SMALL[case][0])
+            wrong += not max(report["ratios"]) <= 2
+            print(case, dtype, report, flush=True)
+    print(f"{wrong} of {len(SMALL) * len(DTYPES)} beyond twice the error of plain PyTorch", flush=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -201,13 +306,17 @@ def main() -> None:
     parser.add_argument("--sweep")
     parser.add_argument("--compile", action="store_true", help="times torch.compile of the reference too")
     parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--small", action="store_true", help="small sizes, checks only, in one process")
     given = parser.parse_args()
+    if given.small:
+        return small()
     if given.worker:
-        return worker(*given.worker, given.sweep)
+        case, dtype = given.worker
+        return worker(case, dtype, given.sweep)
     began = time.time()
     sweeps = [] if given.no_sweep else list(SWEEP)
     jobs = [["--worker", *which] for which in CHECKED]
-    jobs += [["--worker", "tsai-1", "bf16", "--sweep", name] for name in sweeps if SWEEP[name].keys() - {"programs"}]
+    jobs += [["--worker", *swept_case(name), "--sweep", name] for name in sweeps if SWEEP[name].keys() - {"programs"}]
     with ThreadPoolExecutor(14) as pool:
         answers = list(pool.map(ask, jobs))
     for job, answer in zip(jobs, answers, strict=True):
@@ -226,9 +335,9 @@ def main() -> None:
     swept = []
     for name in sweeps:
         back = override(SWEEP[name])
-        swept.append((name, attempt(measure, "tsai-1", "bf16", "triton", 10)))
+        swept.append((name, attempt(measure, *swept_case(name), "triton", 10)))
         back()
-    fast = attempt(compiled, "tsai-1", "bf16") if given.compile else None
+    fast = {case: attempt(compiled, case, "bf16") for case in ("tsai-1", "em-conv1") if given.compile}
 
     print(f"\n{'':11s} {'':5s} {'fused':>31s}   {'plain eager':>28s}")
     print(f"{'':11s} {'':5s} {'forward ms':>12s}{'both ms':>10s}{'GiB':>9s}   {'forward':>10s}{'both':>9s}{'GiB':>9s}")
@@ -237,8 +346,8 @@ def main() -> None:
         print(f"{case:11s} {dtype:5s} " + "   ".join(cells))
     for name, row in swept:
         print(f"{name:24s}" + ("  failed" if row is None else f"{row['forward']:9.3f}{row['both']:9.3f}"))
-    if fast is not None:
-        print(f"tsai-1 bf16, torch.compile of the reference, both: {fast:.3f} ms")
+    for case, span in fast.items():
+        print(f"{case} bf16, torch.compile of the reference, both: {'failed' if span is None else f'{span:.3f} ms'}")
     print(f"{time.time() - began:.0f} s in all")
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients
-from torchcaps.ops import Votes, Window, agreement_step, backend
+from torchcaps.ops import Votes, Window, agreement_step, backend, em_step, gaussian_fit
 from torchcaps.routing.dynamic import dynamic_routing
+from torchcaps.routing.em import em_routing
 from torchcaps.routing.inverted_attention import inverted_attention
 from torchcaps.routing.self_attention import self_attention_routing
 
@@ -31,7 +32,7 @@ def unwritten_is_nan(monkeypatch):
 
     def poisoned(*args, **options):
         x = empty(*args, **options)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
+        return x.detach().fill_(torch.nan).requires_grad_(x.requires_grad) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch, "empty", poisoned)
 
@@ -141,30 +142,193 @@ def test_half_precision(case, dtype, monkeypatch):
     assert_as_accurate(fused(rounded, monkeypatch), on("torch", rounded), inputs, dtype)
 
 
+def to_tf32(x):
+    return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if x.dtype == torch.float32 else x
+
+
+class RoundedToTF32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return to_tf32(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class WithGradientInTF32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return to_tf32(grad.contiguous())
+
+
+def in_tf32(function, monkeypatch):
+    """The function with votes whose products, and those of their gradients, have factors rounded to TF32.
+
+    This is what a GPU does where plain PyTorch runs in TF32, which it does not for every shape, and a CPU never.
+    """
+    cast = Votes._vote
+
+    def rounded(self, children, weight, offset):
+        votes = cast(self, RoundedToTF32.apply(children), RoundedToTF32.apply(weight), None)
+        votes = WithGradientInTF32.apply(votes)
+        if offset is None:
+            return votes
+        return votes + offset.expand(len(weight), self.sharing, self.parents, self.dim).permute(2, 0, 1, 3).flatten(
+            1, 2
+        )
+
+    def run(*inputs):
+        with monkeypatch.context() as patch, backend("torch"):
+            patch.setattr(Votes, "_vote", rounded)
+            return function(*inputs)
+
+    return run
+
+
+@pytest.fixture
+def tf32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("case", ["vectors", "matrices", "many parents", "windows"])
+def test_tf32(case, tf32, monkeypatch):
+    """At most twice the error of PyTorch in TF32, so factors are rounded as there, not cut off."""
+    window, inputs = drawn(case)
+    function = step(window)
+    assert_as_accurate(fused(function, monkeypatch), in_tf32(function, monkeypatch), inputs, torch.float32)
+
+
+def parents_before(votes, activations):
+    """Mean, variance and log activation as a step before leaves them; broad, so that rounding is not blown up."""
+    with backend("torch"):
+        _, mean, variance, _ = em_step(votes, activations)
+    mean = mean + 0.5 * variance.sqrt() * torch.randn_like(mean)
+    return [mean, variance * (1 + votes.dim * torch.rand_like(variance)), -torch.rand_like(mean[..., 0])]
+
+
+def em_inputs(case):
+    """Poses, weight, activations, then mean, variance and log activation of the parents before."""
+    window, (poses, weight, _) = drawn(case)
+    votes = Votes(poses, weight, window)
+    activations = 0.1 + torch.rand(*votes.lead, votes.in_caps, device=DEVICE)
+    return window, [poses, weight, activations, *parents_before(votes, activations)]
+
+
+def em(window, sites=True):
+    def run(poses, weight, activations, *parents):
+        return em_step(Votes(poses, weight, window), activations, parents or None, sites=sites)[:3]
+
+    return run
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_em_step(case, monkeypatch):
+    window, inputs = em_inputs(case)
+    function = em(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "many parents", "windows", "overlapping", "scrambled"])
+def test_first_em_step(case, monkeypatch):
+    window, inputs = em_inputs(case)
+    function = em(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs[:3], torch.float32)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_em_step_within_each_window(first, monkeypatch):
+    window, inputs = em_inputs("overlapping")
+    function = em(window, sites=False)
+    inputs = inputs[: 3 if first else None]
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_em_step_with_offset_and_shared_weights(first, monkeypatch):
+    """Hinton's class layer: the offset says where a child stands."""
+    poses, weight, offset = (torch.randn(s, device=DEVICE) for s in ((2, 15, 4), (5, 2, 3, 2), (1, 3, 1, 4)))
+    activations = torch.rand(2, 15, device=DEVICE)
+    parents = [] if first else parents_before(Votes(poses, weight, None, offset), activations)
+    inputs = [poses, weight, offset, activations, *parents]
+
+    def function(poses, weight, offset, activations, *parents):
+        return em_step(Votes(poses, weight, None, offset), activations, parents or None)[:3]
+
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+def test_em_step_of_votes_that_agree(monkeypatch):
+    """The variance is a millionth of the squares, and no child is active in one image."""
+    poses = torch.ones(2, 5, 4, device=DEVICE) + 1e-3 * torch.randn(2, 5, 4, device=DEVICE)
+    weight = torch.ones(5, 2, 3, 2, device=DEVICE)
+    activations = torch.tensor([[1.0], [0.0]], device=DEVICE).expand(2, 5)
+    function = em(None)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [poses, weight, activations], torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "many parents", "overlapping"])
+def test_given_weights(case, monkeypatch):
+    window, inputs = drawn(case)
+    votes = Votes(*inputs[:2], window)
+    weights = torch.rand(*votes.lead, votes.in_caps, votes.parents, device=DEVICE)
+
+    def function(poses, weight, weights):
+        votes = Votes(poses, weight, window)
+        return *gaussian_fit(votes, weights), votes.mixture(weights)
+
+    inputs = [*inputs[:2], weights]
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "windows"])
+def test_em_in_tf32(case, tf32, monkeypatch):
+    window, inputs = em_inputs(case)
+    function = em(window)
+    assert_as_accurate(fused(function, monkeypatch), in_tf32(function, monkeypatch), inputs, torch.float32)
+
+
+def em_poses(votes, parents):
+    betas = torch.linspace(-1, 1, 2 * votes.parents, dtype=parents.dtype, device=DEVICE).view(2, -1)
+    capsules = em_routing(votes, None, *betas, 3, inverse_temperature=lambda iteration: 0.5)
+    return capsules.poses * capsules.activations[..., None]
+
+
 ROUTINGS = {
     "dynamic": lambda v, parents: dynamic_routing(v, 3).poses,
     "dynamic, held": lambda v, parents: dynamic_routing(v, 3, detach_inner=True).poses,
     "inverted": lambda v, parents: inverted_attention(v, parents).poses,
     "self-attention": lambda v, parents: self_attention_routing(v).poses,
+    "em": em_poses,
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_routings(name, monkeypatch):
+def test_routings(name, dtype, monkeypatch):
     window, inputs = drawn("overlapping")
 
     def function(poses, weight, parents):
         return ROUTINGS[name](Votes(poses, weight, window), parents)
 
-    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, dtype)
 
 
-def test_atomic_weight_gradients(monkeypatch):
-    from torchcaps.ops import agreement_triton
+@pytest.mark.parametrize("what", ["agreement", "em"])
+def test_atomic_weight_gradients(what, monkeypatch):
+    from torchcaps.ops import agreement_triton, em_triton
 
-    monkeypatch.setattr(agreement_triton, "PARTIAL_BYTES", 0)
-    window, inputs = drawn("matrices")
-    function = step(window)
+    for module in (agreement_triton, em_triton):
+        monkeypatch.setattr(module, "PARTIAL_BYTES", 0)
+    window, inputs = drawn("matrices") if what == "agreement" else em_inputs("matrices")
+    function = step(window) if what == "agreement" else em(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 

@@ -2,7 +2,7 @@
 
 from torchcaps.ops.agreement import agreement_step
 from torchcaps.ops.backend import backend
-from torchcaps.ops.em import gaussian_fit, gaussian_log_density
+from torchcaps.ops.em import em_step, gaussian_fit, gaussian_log_density
 from torchcaps.ops.precision import in_full_precision
 from torchcaps.ops.votes import Votes, vote_budget
 from torchcaps.ops.windows import Window
@@ -12,6 +12,7 @@ __all__ = [
     "Window",
     "agreement_step",
     "backend",
+    "em_step",
     "gaussian_fit",
     "gaussian_log_density",
     "in_full_precision",

@@ -191,7 +191,9 @@ def fused_agreement_step(
     if offset is not None:
         groups, _, parent_caps, _ = votes.weight.shape
         offset = offset.expand(groups, votes.sharing, parent_caps, votes.dim)
-    mixture: Tensor = _Agreement.apply(votes.poses, votes.weight, offset, parents, logits, prior, votes.window, options)
+    mixture: Tensor = _Agreement.apply(
+        votes.poses, votes.weight, offset, parents, logits, prior, votes.window, votes.products, options
+    )
     return mixture
 
 
@@ -206,12 +208,13 @@ class _Agreement(torch.autograd.Function):
         logits: Tensor | None,
         prior: Tensor | None,
         window: Window | None,
+        products: torch.dtype,
         options: Options,
     ) -> Tensor:
         ctx.inputs = [None if x is None else x.dtype for x in (poses, weight, offset, parents, logits, prior)]
-        ctx.window, ctx.options = window, options
+        ctx.window, ctx.products, ctx.options = window, products, options
         poses, weight, offset, parents, logits, prior = _prepared(poses, weight, offset, parents, logits, prior)
-        votes = Votes(poses, weight, window, offset)
+        votes = Votes(poses, weight, window, offset, products)
         cut = plan(votes)
         n, i, j = cut.space[-3:]
         blocks = cut.grid[2]
@@ -239,7 +242,7 @@ class _Agreement(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_mixture: Tensor) -> Any:
         poses, weight, offset, parents, logits, prior, tops, sums = ctx.saved_tensors
-        votes = Votes(poses, weight, ctx.window, offset)
+        votes = Votes(poses, weight, ctx.window, offset, ctx.products)
         cut = plan(votes, backward=True)
         n, i, j = cut.space[-3:]
         d_mixture = d_mixture.reshape(n, j, votes.dim).contiguous()
@@ -271,14 +274,19 @@ class _Agreement(torch.autograd.Function):
             delta = delta.sum(0)
         run(delta, 2 if blocks > 1 else 0)
         d_above = None if ctx.options.constant else d_parents.sum(0).unflatten(0, votes.lead)
-        d_children = fold_windows(d_poses, poses, cut)
+        d_children = fold_windows(d_poses, poses, cut, ctx.window)
         grads = (
             d_children,
             *(_total(x) for x in (d_weight, d_offset)),
             d_above,
             *(_total(x) for x in (d_logits, d_prior)),
         )
-        return *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.inputs, strict=True)), None, None
+        return (
+            *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.inputs, strict=True)),
+            None,
+            None,
+            None,
+        )
 
 
 def _prepared(poses: Tensor, weight: Tensor, offset: Tensor | None, parents: Tensor, *pairs: Tensor | None) -> Any:

@@ -21,7 +21,7 @@ R = TypeVar("R", bound=Callable[..., Capsules])
 def in_full_precision(routing: R) -> R:
     """Runs a routing outside autocast and at least in float32; what it returns has the votes' dtype again.
 
-    Kernels take poses as they are, or as autocast has them, and add up in float32; the parents' poses are like these.
+    Kernels multiply in the poses' dtype, or autocast's, and add up in float32; the parents' poses are like these.
     """
 
     @wraps(routing)
@@ -32,7 +32,7 @@ def in_full_precision(routing: R) -> R:
         if runs_fused(votes):
             autocast = torch.is_autocast_enabled(device)
             pose_dtype = torch.get_autocast_dtype(device) if autocast else votes.poses.dtype
-            votes = votes.with_poses(votes.poses.to(pose_dtype))
+            votes = votes.with_products(pose_dtype)
         else:
             votes = votes.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):

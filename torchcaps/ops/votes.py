@@ -48,12 +48,21 @@ class Votes:
         poses: flat [b, i, p], or spatial [b, c, p, h, w] with a window.
         weight: [g, a, j, e]; with a window, g runs over type, row and column in it.
         offset: added to the votes, broadcastable to [g, s, j, d].
+        products: dtype in which kernels multiply; by default that of the poses.
 
     Shapes: votes [..., i, j, d], where ... is b, or b y x with a window
     """
 
-    def __init__(self, poses: Tensor, weight: Tensor, window: Window | None = None, offset: Tensor | None = None):
+    def __init__(
+        self,
+        poses: Tensor,
+        weight: Tensor,
+        window: Window | None = None,
+        offset: Tensor | None = None,
+        products: torch.dtype | None = None,
+    ):
         self.poses, self.weight, self.window, self.offset = poses, weight, window, offset
+        self.products = poses.dtype if products is None else products
         self.dtype = torch.promote_types(poses.dtype, weight.dtype)
         groups, size, self.parents, columns = weight.shape
         pose_dim = poses.shape[2]
@@ -84,13 +93,20 @@ class Votes:
         offset = None if self.offset is None else self.offset.to(dtype)
         return Votes(self.poses.to(dtype), self.weight.to(dtype), self.window, offset)
 
-    def with_poses(self, poses: Tensor) -> Votes:
-        """The same votes from poses of another dtype than the weights': products are made in the poses' dtype."""
-        return self if poses is self.poses else Votes(poses, self.weight, self.window, self.offset)
+    def with_products(self, dtype: torch.dtype) -> Votes:
+        """The same votes, which kernels multiply in this dtype.
+
+        Half-precision poses and weights become float32 all the same, so that whole sums, and gradients to which
+        several steps add, are not rounded on the way.
+        """
+        poses, weight = widen(self.poses), widen(self.weight)
+        if poses is self.poses and weight is self.weight and dtype == self.products:
+            return self
+        return Votes(poses, weight, self.window, self.offset, dtype)
 
     def detach(self) -> Votes:
         offset = None if self.offset is None else self.offset.detach()
-        same = Votes(self.poses.detach(), self.weight.detach(), self.window, offset)
+        same = Votes(self.poses.detach(), self.weight.detach(), self.window, offset, self.products)
         same._stored = None if self._stored is None else self._stored.detach()
         return same
 
@@ -114,7 +130,8 @@ class Votes:
                 return self.mixture(coupling.expand(*self.lead, -1, -1))
             weight = weight * coupling[:, None, :, None].to(weight.dtype)
         if self.window is None or self.window.scrambled:
-            rows = self.children().sum(2).unflatten(2, (self.rows, -1))
+            children = self.children()
+            rows = (children.sum(2) if self.sharing > 1 else children[:, :, 0]).unflatten(2, (self.rows, -1))
             total = torch.einsum("ngma,gaje->njme", rows, weight).flatten(2).unflatten(0, self.lead)
         else:
             total = self._convolve(weight)
@@ -128,11 +145,15 @@ class Votes:
         """Every site's sum at once is a convolution."""
         assert self.window is not None
         b, c, _, h, w = self.poses.shape
-        k = self.window.kernel_size
-        images = self.poses.unflatten(2, (self.rows, -1)).transpose(1, 2).reshape(b * self.rows, -1, h, w)
-        kernel = weight.view(c, k, k, -1, self.parents, weight.shape[3]).permute(4, 5, 0, 3, 1, 2).flatten(0, 1)
-        sums = F.conv2d(images, kernel.flatten(1, 2), stride=self.window.stride)  # [(b m), (j e), y, x]
-        return sums.unflatten(1, (self.parents, -1)).unflatten(0, (b, -1)).permute(0, 4, 5, 2, 1, 3).flatten(4)
+        k, columns = self.window.kernel_size, weight.shape[3]
+        rows = self.poses.permute(0, 3, 4, 1, 2).unflatten(4, (self.rows, -1)).permute(0, 4, 1, 2, 3, 5)
+        images = rows.reshape(b * self.rows, h, w, -1)  # with their channels last, as convolutions like them
+        kernel = weight.view(c, k, k, -1, self.parents, columns).permute(4, 5, 1, 2, 0, 3)
+        kernel = kernel.reshape(self.parents * columns, k, k, -1)
+        sums = F.conv2d(images.permute(0, 3, 1, 2), kernel.permute(0, 3, 1, 2), stride=self.window.stride)
+        sums = sums.permute(0, 2, 3, 1).unflatten(3, (self.parents, columns)).unflatten(0, (b, self.rows))
+        sums = sums.permute(0, 2, 3, 4, 1, 5)  # [b, y, x, j, m, e]
+        return sums.to(torch.promote_types(sums.dtype, torch.float32), memory_format=torch.contiguous_format).flatten(4)
 
     def mixture(self, coupling: Tensor) -> Tensor:
         """The votes summed over the children, weighted by the coupling.
@@ -145,6 +166,12 @@ class Votes:
             from torchcaps.ops import votes_cpu
 
             return votes_cpu.mixture(self, coupling)
+        from torchcaps.ops.backend import runs_fused
+
+        if runs_fused(self):
+            from torchcaps.ops.em_triton import fused_mixture
+
+            return fused_mixture(self, coupling)
         mixture, _ = self.sweep(lambda votes, coupling: (mix(votes, coupling), None), pairs=[coupling])
         assert mixture is not None
         return mixture
@@ -250,7 +277,7 @@ class StoredVotes(Votes):
 
     def __init__(self, votes: Tensor):
         self.poses, self.window, self.offset = votes, None, None
-        self.dtype = votes.dtype
+        self.dtype = self.products = votes.dtype
         self.lead = tuple(votes.shape[:-3])
         self.in_caps, self.parents, self.dim = votes.shape[-3:]
 

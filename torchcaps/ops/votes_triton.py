@@ -23,6 +23,7 @@ from torch import Tensor
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.windows import Window
 
+LEAST = tl.constexpr(-1e38)  # stands for the log of 0
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
 
@@ -40,7 +41,6 @@ class Tile(NamedTuple):
     C: int
     BN: int
     KS: int
-    STRIDE: int
     SCRAMBLED: bool
     SHARING: int
     OFFSET: bool
@@ -56,6 +56,8 @@ class Space(NamedTuple):
     sp: int
     sh: int
     sw: int
+    sy: int  # from a window to the one below it
+    sx: int
     Y: int
     X: int
     N: int
@@ -83,9 +85,18 @@ def children_at(n, i, m, S, T: tl.constexpr):
         flat = site * (T.M * T.A) + entry
         site, entry = flat % sites, flat // sites
     at = (n // sites).to(tl.int64)[:, None] * S.sb + entry * S.sp
-    at += (site // S.X * T.STRIDE) * S.sh + (site % S.X * T.STRIDE) * S.sw
+    at += site // S.X * S.sy + site % S.X * S.sx
     at += child // (T.KS * T.KS) * S.sc + child // T.KS % T.KS * S.sh + child % T.KS * S.sw
     return at, (n < S.N)[:, None] & (child < S.I) & (a < T.A)
+
+
+@triton.jit
+def rounded(x, T: tl.constexpr):
+    """To the nearest number of the dots' dtype: of TF32 a dot would only read the upper bits."""
+    x = x.to(T.DT)
+    if tl.float32 == T.DT and T.PRECISION == "tf32":
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -94,7 +105,7 @@ def load_children(poses, n, i, S, T: tl.constexpr):
     rows = ()
     for m in tl.static_range(T.M):
         at, there = children_at(n, i, m, S, T)
-        tile = tl.load(poses + at, mask=there, other=0.0).to(T.DT)
+        tile = rounded(tl.load(poses + at, mask=there, other=0.0), T)
         rows = rows + (tl.broadcast_to(tile[None], (T.JB, T.BN, T.C * T.AP)),)
     return rows
 
@@ -120,7 +131,7 @@ def load_weight(weight, i, j, S, T: tl.constexpr):
     Shapes: [JB, (c a), (c e j)]
     """
     at, there = weight_at(i, j, S, T)
-    dense = tl.load(weight + at, mask=there, other=0.0).to(T.DT)[:, :, None, :]
+    dense = rounded(tl.load(weight + at, mask=there, other=0.0), T)[:, :, None, :]
     return tl.reshape(tl.where(own_child(T), dense, 0.0), (T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL))
 
 
@@ -168,6 +179,13 @@ def children_of(n, i, S, T: tl.constexpr):
     """Where [n, i] lies, and whether it is there. Shapes: [BN, C]"""
     child = (i + tl.arange(0, T.C))[None, :]
     return n.to(tl.int64)[:, None] * S.I + child, (n < S.N)[:, None] & (child < S.I)
+
+
+@triton.jit
+def parents_at(n, j, S, T: tl.constexpr):
+    """Where [n, j] lies, and whether it is there. Shapes: [JB, BN, JL]"""
+    parent = j + tl.arange(0, T.JB)[:, None, None] * T.JL + tl.arange(0, T.JL)[None, None, :]
+    return n.to(tl.int64)[None, :, None] * S.J + parent, (n < S.N)[None, :, None] & (parent < S.J)
 
 
 @triton.jit
@@ -258,7 +276,7 @@ def hand_down(
     if T.OFFSET:
         at, there = offset_at(i, j, m, S, T)
         add_up(d_offset + at, tl.sum(grad, 1), there, ATOMIC)
-    grad = grad.to(T.DT)
+    grad = rounded(grad, T)
     d_children = tl.sum(tl.dot(grad, tl.permute(weight, (0, 2, 1)), input_precision=T.PRECISION), 0)
     k = tl.arange(0, T.C * T.AP)[None, :]
     child, a = i + k // T.AP, k % T.AP
@@ -281,8 +299,11 @@ def store_weight_gradient(x, grad, i, j, S, T: tl.constexpr, ATOMIC: tl.constexp
 
 
 @triton.jit
-def fold(windows, poses, B, H, W, CAPS, S, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up what each child got in all its windows. Shapes: windows [n, (c k k), p] -> poses [b, h, w, c, p]"""
+def fold(windows, poses, blocks, B, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up what each child got from all blocks of parents in all its windows.
+
+    Shapes: windows [blocks, n, (c k k), p] -> poses [b, h, w, c, p]
+    """
     P: tl.constexpr = T.M * T.A
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     p, c, x, y = at % P, at // P % CAPS, at // (P * CAPS) % W, at // (P * CAPS * W) % H
@@ -291,16 +312,52 @@ def fold(windows, poses, B, H, W, CAPS, S, T: tl.constexpr, BLOCK: tl.constexpr)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for tap in tl.static_range(T.KS * T.KS):
         row, col = y - tap // T.KS, x - tap % T.KS
-        seen = there & (row >= 0) & (col >= 0) & (row % T.STRIDE == 0) & (col % T.STRIDE == 0)
-        row, col = row // T.STRIDE, col // T.STRIDE
+        seen = there & (row >= 0) & (col >= 0) & (row % STRIDE == 0) & (col % STRIDE == 0)
+        row, col = row // STRIDE, col // STRIDE
         seen = seen & (row < S.Y) & (col < S.X)
         site, entry = row * S.X + col, p
         if T.SCRAMBLED:
             flat = p * (S.Y * S.X) + site
             site, entry = flat // P, flat % P
         source = ((image * (S.Y * S.X) + site) * S.I + c * (T.KS * T.KS) + tap) * P + entry
-        total += tl.load(windows + source, mask=seen, other=0.0).to(tl.float32)
+        for _ in range(blocks):
+            total += tl.load(windows + source, mask=seen, other=0.0).to(tl.float32)
+            source += tl.cast(S.N, tl.int64) * S.I * P
     tl.store(poses + at, total.to(poses.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum, or with LOG the log of the sum of exp, over all windows a child stands in, for each of these windows.
+
+    Shapes: x [blocks, n, (c k k)] -> out [n, (c k k)]
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    child, n = at % S.I, at // S.I
+    there = n < S.N
+    sites = S.Y * S.X
+    site, image = n % sites, n // sites
+    y, x_ = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
+    top = tl.full((BLOCK,), LEAST, tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tap in range(KS * KS):
+        row, col = y - tap // KS, x_ - tap % KS
+        seen = there & (row >= 0) & (col >= 0) & (row % STRIDE == 0) & (col % STRIDE == 0)
+        row, col = row // STRIDE, col // STRIDE
+        seen = seen & (row < S.Y) & (col < S.X)
+        source = (image * sites + row * S.X + col) * S.I + child // (KS * KS) * (KS * KS) + tap
+        for _ in range(blocks):
+            if LOG:
+                value = tl.load(x + source, mask=seen, other=LEAST)
+                new = tl.maximum(top, value)
+                total = total * tl.exp(top - new) + tl.exp(value - new)
+                top = new
+            else:
+                total += tl.load(x + source, mask=seen, other=0.0)
+            source += tl.cast(S.N, tl.int64) * S.I
+    if LOG:
+        total = top + tl.log(total)
+    tl.store(out + at, total, mask=there)
 
 
 class Plan(NamedTuple):
@@ -330,10 +387,10 @@ def why_not(votes: Votes) -> str | None:
 
 
 def precision_of(dtype: torch.dtype) -> tuple[tl.dtype, str]:
-    """float16 has no more digits than TF32, and TF32 does not overflow."""
+    """float16 poses have no more digits than TF32, but their gradients need more, and float16 would overflow."""
     if dtype == torch.bfloat16 and not interpreted():
         return tl.bfloat16, "tf32"
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    exact = dtype == torch.float16 or (dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest")
     return tl.float32, "tf32x3" if exact else "tf32"
 
 
@@ -368,7 +425,7 @@ def plan(
     padded = triton.next_power_of_2(size)
     children = max(1, min(16 // padded, wide // (entries * low)))
     high = max(1, min(block, triton.next_power_of_2(parents)) // low)
-    dtype, precision = precision_of(poses.dtype)
+    dtype, precision = precision_of(votes.products)
     tile = Tile(
         M=votes.rows,
         A=size,
@@ -381,7 +438,6 @@ def plan(
         C=children,
         BN=16,
         KS=window.kernel_size,
-        STRIDE=window.stride,
         SCRAMBLED=window.scrambled,
         SHARING=votes.sharing,
         OFFSET=votes.offset is not None,
@@ -396,7 +452,7 @@ def plan(
     per_split = triton.cdiv(triton.cdiv(votes.in_caps, splits), children) * children
     return Plan(
         tile if interpreted() else Tile(*(tl.constexpr(x) for x in tile)),
-        Space(sb, sc, sp, sh, sw, y, x, n, votes.in_caps, parents),
+        Space(sb, sc, sp, sh, sw, sh * window.stride, sw * window.stride, y, x, n, votes.in_caps, parents),
         per_split,
         (over_windows, triton.cdiv(votes.in_caps, per_split), over_parents),
         {"num_warps": high, "num_stages": stages, "enable_fp_fusion": True}
@@ -404,17 +460,27 @@ def plan(
     )
 
 
-def fold_windows(windows: Tensor, poses: Tensor, plan: Plan) -> Tensor:
+def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | None) -> Tensor:
     """The gradient of the poses from that of each window's.
 
     Shapes: windows [blocks of parents, n, i, p], poses [b, i, p] or [b, c, p, h, w] -> as poses
     """
-    if len(windows) > 1:
-        windows = windows.sum(0, keepdim=True)
     if poses.dim() == 3:
-        return windows[0]
+        return windows.sum(0) if len(windows) > 1 else windows[0]
+    assert window is not None
     b, c, p, h, w = poses.shape
     folded = torch.empty(b, h, w, c, p, dtype=windows.dtype, device=poses.device)
     block = 1024
-    fold[(triton.cdiv(folded.numel(), block),)](windows, folded, b, h, w, c, plan.space, plan.tile, block)
+    grid = (triton.cdiv(folded.numel(), block),)
+    fold[grid](windows, folded, len(windows), b, h, w, c, plan.space, plan.tile, window.stride, block)
     return folded.permute(0, 3, 4, 1, 2)
+
+
+def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, log: bool = False) -> Tensor:
+    """Shapes: x [blocks, n, i] -> [n, i]"""
+    window = window or Window(1)
+    out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+    block = 1024
+    grid = (triton.cdiv(out.numel(), block),)
+    over_windows[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
+    return out

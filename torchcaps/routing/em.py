@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchcaps.functional import check_count
-from torchcaps.ops import Votes, gaussian_fit, gaussian_log_density, in_full_precision
+from torchcaps.ops import Votes, em_step, in_full_precision
 from torchcaps.types import Capsules
 
 VARIANCE_FLOOR = 5e-4  # added to variances, which are zero where a parent has one child
@@ -46,20 +46,12 @@ def em_routing(
     check_count("iterations", iterations)
     votes = Votes.of(votes)
 
-    def compete(logits: Tensor) -> Tensor:
-        return logits - (votes.per_child(logits) if sites else logits.logsumexp(-1))[..., None]
-
-    shape = (*votes.lead, votes.in_caps, votes.parents)
-    log_coupling = compete(torch.zeros(shape, dtype=votes.dtype, device=votes.device))
+    parents = None
     for iteration in range(iterations):
-        coupling = log_coupling.exp()
-        weights = coupling if activations is None else coupling * activations[..., None]
-        mass, mean, variance = gaussian_fit(votes, weights)
+        mass, mean, variance, coupling = em_step(votes, activations, parents, sites=sites)
         variance = variance + variance_floor
         logits = parent_logits(mass, variance, beta_u, beta_a, inverse_temperature(iteration))
-        if iteration < iterations - 1:
-            density = gaussian_log_density(votes, mean, variance)
-            log_coupling = compete(density + F.logsigmoid(logits)[..., None, :])
+        parents = (mean, variance, F.logsigmoid(logits))
     return Capsules(mean, logits.sigmoid(), coupling)
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import check_count, widen
+from torchcaps.functional import check_count, layer_norm, widen
 from torchcaps.ops import Votes, agreement_step, gaussian_fit, in_full_precision
 from torchcaps.routing.em import VARIANCE_FLOOR, hinton_temperature, parent_logits
 from torchcaps.types import Capsules
@@ -54,7 +53,11 @@ def inverted_attention(
         mass, _, variance = gaussian_fit(votes, weights)
         beta_u, beta_a = (widen(beta) for beta in betas)
         above = parent_logits(mass, variance + VARIANCE_FLOOR, beta_u, beta_a, hinton_temperature(0)).sigmoid()
-    return Capsules(mixture if norm is None else norm(mixture), above, coupling)
+    if isinstance(norm, nn.LayerNorm):
+        poses = layer_norm(mixture, norm.weight, norm.bias, norm.eps, votes.products)
+    else:
+        poses = mixture if norm is None else norm(mixture)
+    return Capsules(poses, above, coupling)
 
 
 class InvertedAttentionRouting(nn.Module):
@@ -102,7 +105,7 @@ class InvertedAttentionRouting(nn.Module):
             capsules = inverted_attention(
                 votes,
                 parents,
-                norm=self._normalise if self.norm is not None else None,
+                norm=self.norm,
                 scale=None if self.scaled else 1.0,
                 activations=None if betas is None else activations,
                 betas=betas,
@@ -116,7 +119,3 @@ class InvertedAttentionRouting(nn.Module):
         if self.start_at == "random":
             return torch.randn(*votes.lead, *self.dims, dtype=votes.dtype, device=votes.device)
         return None
-
-    def _normalise(self, poses: Tensor) -> Tensor:
-        assert self.norm is not None
-        return F.layer_norm(poses, self.dims[1:], widen(self.norm.weight), widen(self.norm.bias), self.norm.eps)

@@ -1,0 +1,46 @@
+"""Which code runs: fused kernels where they can, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+BACKENDS = ("auto", "torch", "triton")
+
+_backend = "auto"
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Within it, routings run on that backend.
+
+    Args:
+        name: "auto" is Triton on CUDA and PyTorch elsewhere; "torch", which also returns the coupling; or "triton", on
+            a CPU too where TRITON_INTERPRET=1. Votes that cannot run fused run on PyTorch, which is logged once.
+    """
+    global _backend
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+    before, _backend = _backend, name
+    try:
+        yield
+    finally:
+        _backend = before
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether kernels are asked for there, and nothing that needs the formula (torch.compile, vmap) looks on."""
+    if _backend == "torch" or torch.compiler.is_compiling():
+        return False
+    if _backend == "auto" and device.type != "cuda":
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,479 @@
+"""EM's steps in kernels, forward and backward, with nothing in memory that has a number for each child and parent.
+
+A step is three sums over the children: of their shares in a parent, of the votes so weighted, and of the squares of the
+votes, both counted from a centre near the mean, so that the variance they give does not drown in rounding. The shares
+come from the Gaussians of the step before: a first pass takes, for each child, the log of the sum of its densities, a
+small one adds up the windows that compete for it, and the main pass makes the densities again.
+"""
+
+# ruff: noqa: RUF005 - Triton grows a tuple by adding to it
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchcaps.ops.votes import Votes
+from torchcaps.ops.votes_triton import (
+    PARTIAL_BYTES,
+    Plan,
+    cast_votes,
+    children_of,
+    first_votes,
+    fold_windows,
+    hand_down,
+    interpreted,
+    load_children,
+    load_rows,
+    load_weight,
+    no_rows,
+    no_weight_gradient,
+    over_entries,
+    over_parents,
+    parents_at,
+    plan,
+    store_rows,
+    store_weight_gradient,
+    sum_over_windows,
+    to_entries,
+    to_parents,
+)
+from torchcaps.ops.windows import Window
+
+# Where a child's shares come from: the same for every parent [n, i], one for each [n, i, j], or the Gaussians'.
+EVEN, GIVEN, FITTED = (tl.constexpr(x) for x in range(3))
+
+
+@triton.jit
+def pairs_of(n, i, j, S, T: tl.constexpr):
+    """Where [n, i, j] lies, and whether it is there. Shapes: [JB, BN, C, JL]"""
+    child = (i + tl.arange(0, T.C))[None, None, :, None]
+    parent = (j + tl.arange(0, T.JB)[:, None] * T.JL + tl.arange(0, T.JL)[None, :])[:, None, None, :]
+    row = n[None, :, None, None]
+    return (row.to(tl.int64) * S.I + child) * S.J + parent, (row < S.N) & (child < S.I) & (parent < S.J)
+
+
+@triton.jit
+def load_parents(x, n, j, other, S, T: tl.constexpr):
+    """Shapes: x [n, j] -> [JB, BN, 1, JL]"""
+    at, there = parents_at(n, j, S, T)
+    return tl.load(x + at, mask=there, other=other)[:, :, None, :]
+
+
+@triton.jit
+def load_gates(x, n, i, other, S, T: tl.constexpr):
+    """Shapes: x [n, i] -> [1, BN, C, 1]"""
+    at, there = children_of(n, i, S, T)
+    return to_parents(tl.load(x + at, mask=there, other=other))
+
+
+@triton.jit
+def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
+    """Row m of the votes, less the centre's. Shapes: [JB, BN, C, EH, JL, EL]"""
+    return cast_votes(children[m], weight, first_votes(offset, nothing, i, j, m, S, T), T) - centre[m]
+
+
+@triton.jit
+def no_entries(T: tl.constexpr):
+    return tl.zeros((T.JB, T.BN, T.C, T.EH, T.JL, T.EL), dtype=tl.float32)
+
+
+@triton.jit
+def em_gather(
+    poses, weight, offset, centre, precision, score, gathered, per_split, S, T: tl.constexpr,
+):  # fmt: skip
+    """For each child, the log of the sum over a block of parents of score x density. Shapes: gathered [blocks, n, i]"""
+    n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
+    split = tl.program_id(1)
+    j = tl.program_id(2) * (T.JB * T.JL)
+    gathered += tl.program_id(2).to(tl.int64) * S.N * S.I
+    middle, sharp = load_rows(centre, n, j, S, T), load_rows(precision, n, j, S, T)
+    known = load_parents(score, n, j, float("-inf"), S, T)
+    for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
+        w = load_weight(weight, i, j, S, T)
+        children = load_children(poses, n, i, S, T)
+        squares = no_entries(T)
+        for m in tl.static_range(T.M):
+            x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+            squares += x * x * sharp[m]
+        logits = known - 0.5 * over_entries(squares)
+        top = tl.max(tl.max(logits, 3), 0)
+        at, there = children_of(n, i, S, T)
+        top = tl.where(there, top, 0.0)
+        total = tl.where(there, over_parents(tl.exp(logits - to_parents(top))), 1.0)
+        tl.store(gathered + at, top + tl.log(total), mask=there)
+
+
+@triton.jit
+def em_forward(
+    poses, weight, offset, gates, centre, precision, score, log_total, mass, first, second, nothing, per_split, S,
+    T: tl.constexpr, KIND: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
+    split = tl.program_id(1)
+    j = tl.program_id(2) * (T.JB * T.JL)
+    middle = load_rows(centre, n, j, S, T)
+    if KIND == FITTED:
+        sharp = load_rows(precision, n, j, S, T)
+        known = load_parents(score, n, j, float("-inf"), S, T)
+    zeroth = tl.zeros((T.JB, T.BN, T.JL), dtype=tl.float32)
+    once, twice = no_rows(T), no_rows(T)
+    for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
+        w = load_weight(weight, i, j, S, T)
+        children = load_children(poses, n, i, S, T)
+        if KIND == GIVEN:
+            at, there = pairs_of(n, i, j, S, T)
+            share = tl.load(gates + at, mask=there, other=0.0)
+        else:
+            share = load_gates(gates, n, i, 0.0, S, T)
+        share = tl.broadcast_to(share, (T.JB, T.BN, T.C, T.JL))
+        if KIND == FITTED:
+            squares = no_entries(T)
+            for m in tl.static_range(T.M):
+                x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+                squares += x * x * sharp[m]
+            share *= tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
+        new_once, new_twice = (), ()
+        for m in tl.static_range(T.M):
+            x = from_centre(children, w, middle, offset, nothing, i, j, m, S, T)
+            weighted = to_entries(share) * x
+            new_once = new_once + (once[m] + tl.sum(weighted, 2),)
+            if SQUARES:
+                new_twice = new_twice + (twice[m] + tl.sum(weighted * x, 2),)
+        once = new_once
+        if SQUARES:
+            twice = new_twice
+            zeroth += tl.sum(share, 2)
+    store_rows(first, once, split, n, j, S, T)
+    if SQUARES:
+        store_rows(second, twice, split, n, j, S, T)
+        at, there = parents_at(n, j, S, T)
+        tl.store(mass + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
+
+
+@triton.jit
+def em_backward_gather(
+    poses, weight, offset, centre, precision, score, log_total, d_mass, d_first, d_second, d_gates, per_split, S,
+    T: tl.constexpr,
+):  # fmt: skip
+    """For each child, the gradient of its gate from a block of parents. Shapes: d_gates [blocks, n, i]"""
+    n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
+    split = tl.program_id(1)
+    j = tl.program_id(2) * (T.JB * T.JL)
+    d_gates += tl.program_id(2).to(tl.int64) * S.N * S.I
+    middle, sharp = load_rows(centre, n, j, S, T), load_rows(precision, n, j, S, T)
+    d_once, d_twice = load_rows(d_first, n, j, S, T), load_rows(d_second, n, j, S, T)
+    known, d_zeroth = load_parents(score, n, j, float("-inf"), S, T), load_parents(d_mass, n, j, 0.0, S, T)
+    for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
+        w = load_weight(weight, i, j, S, T)
+        children = load_children(poses, n, i, S, T)
+        squares, slopes = no_entries(T), no_entries(T)
+        for m in tl.static_range(T.M):
+            x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+            squares += x * x * sharp[m]
+            slopes += x * (d_once[m] + x * d_twice[m])
+        d_share = over_entries(slopes) + d_zeroth
+        coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
+        at, there = children_of(n, i, S, T)
+        tl.store(d_gates + at, over_parents(coupling * d_share), mask=there)
+
+
+@triton.jit
+def em_backward(
+    poses, weight, offset, gates, centre, precision, score, log_total, total, d_mass, d_first, d_second, d_poses,
+    d_weight, d_offset, d_gates, moved, stretched, d_score, nothing, per_split, S, T: tl.constexpr,
+    KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """Makes the votes again. The gradient of a log density weights votes and squares, summed in moved and stretched."""
+    n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
+    split = tl.program_id(1)
+    j = tl.program_id(2) * (T.JB * T.JL)
+    block = tl.program_id(2).to(tl.int64)
+    d_poses += block * S.N * S.I * (T.M * T.A)
+    if KIND == EVEN:
+        d_gates += block * S.N * S.I
+    if not ATOMIC:
+        pairs = tl.program_id(0).to(tl.int64) * S.I * S.J
+        d_weight += pairs * (T.A * T.E)
+        d_offset += pairs * (T.M * T.E)
+    middle, d_once = load_rows(centre, n, j, S, T), load_rows(d_first, n, j, S, T)
+    if SQUARES:
+        d_twice = load_rows(d_second, n, j, S, T)
+        d_zeroth = load_parents(d_mass, n, j, 0.0, S, T)
+    if KIND == FITTED:
+        sharp = load_rows(precision, n, j, S, T)
+        known = load_parents(score, n, j, float("-inf"), S, T)
+    once, twice = no_rows(T), no_rows(T)
+    zeroth = tl.zeros((T.JB, T.BN, T.JL), dtype=tl.float32)
+    for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
+        w = load_weight(weight, i, j, S, T)
+        children = load_children(poses, n, i, S, T)
+        if KIND == GIVEN:
+            pair, paired = pairs_of(n, i, j, S, T)
+            share = tl.load(gates + pair, mask=paired, other=0.0)
+        else:
+            share = load_gates(gates, n, i, 0.0, S, T)
+        share = tl.broadcast_to(share, (T.JB, T.BN, T.C, T.JL))
+        slopes = no_entries(T)
+        if KIND == FITTED:
+            squares = no_entries(T)
+            for m in tl.static_range(T.M):
+                x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+                squares += x * x * sharp[m]
+                slopes += x * (d_once[m] + x * d_twice[m])
+            d_share = over_entries(slopes) + d_zeroth
+            coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
+            d_logit = coupling * (share * d_share - load_gates(total, n, i, 0.0, S, T))
+            share *= coupling
+            zeroth += tl.sum(d_logit, 2)
+        d_w = no_weight_gradient(T)
+        new_once, new_twice = (), ()
+        for m in tl.static_range(T.M):
+            x = from_centre(children, w, middle, offset, nothing, i, j, m, S, T)
+            if SQUARES:
+                slope = d_once[m] + x * d_twice[m]
+                grad = to_entries(share) * (slope + x * d_twice[m])
+            else:
+                slope = tl.broadcast_to(d_once[m], x.shape)
+                grad = to_entries(share) * slope
+            if KIND == FITTED:
+                weighted = to_entries(d_logit) * x
+                new_once = new_once + (once[m] + tl.sum(weighted, 2),)
+                new_twice = new_twice + (twice[m] + tl.sum(weighted * x, 2),)
+                grad -= weighted * sharp[m]
+            else:
+                slopes += x * slope
+            d_w = hand_down(grad, children[m], w, d_w, d_poses, d_offset, n, i, j, m, S, T, ATOMIC)
+        store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
+        if KIND == FITTED:
+            once, twice = new_once, new_twice
+        else:
+            d_share = over_entries(slopes)
+            if SQUARES:
+                d_share += d_zeroth
+            if KIND == GIVEN:
+                tl.store(d_gates + pair, d_share, mask=paired)
+            else:
+                at, there = children_of(n, i, S, T)
+                tl.store(d_gates + at, over_parents(d_share), mask=there)
+    if KIND == FITTED:
+        store_rows(moved, once, split, n, j, S, T)
+        store_rows(stretched, twice, split, n, j, S, T)
+        at, there = parents_at(n, j, S, T)
+        tl.store(d_score + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
+
+
+def fused_fit(votes: Votes, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `gaussian_fit`. Shapes: weights [..., i, j] -> [..., j], [..., j, d], [..., j, d]"""
+    centre = _near_the_mean(votes)
+    return _fit(_moments(votes, weights, centre, 1), centre)
+
+
+def fused_mixture(votes: Votes, coupling: Tensor) -> Tensor:
+    """As `Votes.mixture`. Shapes: coupling [..., i, j] -> [..., j, d]"""
+    centre = torch.zeros(*votes.lead, votes.parents, votes.dim, device=votes.device)
+    return _moments(votes, coupling, centre, 1, squares=False)[1]
+
+
+def fused_em_step(
+    votes: Votes, activations: Tensor | None, parents: tuple[Tensor, Tensor, Tensor] | None, competing: Window | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `em_step`.
+
+    Args:
+        competing: the window, if parents of all windows a child stands in compete for it.
+    """
+    if activations is None:
+        activations = torch.ones(*votes.lead, votes.in_caps, device=votes.device)
+    if parents is None:
+        rivals = votes.parents * (1 if competing is None else _windows_of(competing, votes))
+        centre = _near_the_mean(votes)
+        return _fit(_moments(votes, activations / rivals, centre, 0), centre)
+    mean, variance, log_prior = parents
+    score = log_prior - 0.5 * variance.log().sum(-1)
+    moments = _moments(votes, activations, mean, 2, variance.reciprocal(), score, competing=competing)
+    return _fit(moments, mean.detach())
+
+
+def _windows_of(window: Window, votes: Votes) -> Tensor:
+    """How many windows each child stands in. Shapes: -> [y, x, (c k k)]"""
+    k, s = window.kernel_size, window.stride
+    ways = []
+    for sites in votes.lead[1:]:
+        at = torch.arange(sites, device=votes.device)[:, None] * s + torch.arange(k, device=votes.device)
+        last, first = (at // s).clamp(max=sites - 1), ((at - k + s).clamp(min=0) // s)
+        ways.append(last - first + 1)
+    down, right = ways
+    each = down[:, None, :, None] * right[None, :, None, :]  # [y, x, k, k]
+    return each.flatten(2).repeat(1, 1, votes.in_caps // k**2)
+
+
+def _near_the_mean(votes: Votes) -> Tensor:
+    with torch.no_grad():
+        return votes.total() / votes.in_caps
+
+
+def _fit(moments: tuple[Tensor, Tensor, Tensor], centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mass, mean and variance from sums around a centre, on which they do not depend."""
+    mass, first, second = moments
+    least = mass.clamp(min=1e-7)[..., None]
+    whole = mass[..., None] / least  # 1, but for parents that next to nobody votes for
+    first = first / least
+    moved = first + (whole - 1) * centre
+    variance = second / least + moved * (whole * moved - 2 * first)
+    return mass, centre + moved, variance.clamp(min=0)
+
+
+def _moments(
+    votes: Votes,
+    gates: Tensor,
+    centre: Tensor,
+    kind: int,
+    precision: Tensor | None = None,
+    score: Tensor | None = None,
+    squares: bool = True,
+    competing: Window | None = None,
+) -> Any:
+    """Shapes: -> mass [..., j], first and second [..., j, d]; without squares, mass and second are None"""
+    offset = votes.offset
+    if offset is not None:
+        groups, _, parents, _ = votes.weight.shape
+        offset = offset.expand(groups, votes.sharing, parents, votes.dim)
+    own = (votes.window, votes.products)
+    return _Moments.apply(
+        votes.poses, votes.weight, offset, gates, centre, precision, score, *own, competing, kind, squares
+    )
+
+
+class _Moments(torch.autograd.Function):
+    """Sums of shares, votes and squares around a centre that counts as a constant in them.
+
+    The centre's gradient is that of the Gaussians' means only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        poses: Tensor,
+        weight: Tensor,
+        offset: Tensor | None,
+        gates: Tensor,
+        centre: Tensor,
+        precision: Tensor | None,
+        score: Tensor | None,
+        window: Window | None,
+        products: torch.dtype,
+        competing: Window | None,
+        kind: int,
+        squares: bool,
+    ) -> Any:
+        given = (poses, weight, offset, gates, centre, precision, score)
+        ctx.inputs = [None if x is None else (x.dtype, x.shape) for x in given]
+        ctx.window, ctx.products, ctx.competing, ctx.kind, ctx.squares = window, products, competing, kind, squares
+        weight = weight.to(poses.dtype).contiguous()
+        offset, gates, centre, precision, score = (
+            None if x is None else x.float().contiguous() for x in (offset, gates, centre, precision, score)
+        )
+        votes = Votes(poses, weight, window, offset, products)
+        if kind == 1:
+            gates = gates.expand(*votes.lead, -1, -1).contiguous()
+        cut = _plan(votes)
+        n, i, j = cut.space[-3:]
+        new = partial(torch.empty, dtype=torch.float32, device=poses.device)
+        splits, blocks = cut.grid[1:]
+        log_total = None
+        if kind == 2:
+            gathered = new(blocks, n, i)
+            em_gather[cut.grid](
+                poses, weight, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
+                cut.tile, **cut.options,
+            )  # fmt: skip
+            log_total = sum_over_windows(gathered, cut, competing, log=True)
+        first = new(splits, n, j, votes.dim)
+        mass, second = (new(splits, n, j), new(splits, n, j, votes.dim)) if squares else (first, first)
+        em_forward[cut.grid](
+            poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
+            _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, cut.tile, kind, squares,
+            **cut.options,
+        )  # fmt: skip
+        ctx.save_for_backward(poses, weight, offset, gates, centre, precision, score, log_total)
+        first = _total(first).unflatten(0, votes.lead)
+        if not squares:
+            return None, first, None
+        return _total(mass).unflatten(0, votes.lead), first, _total(second).unflatten(0, votes.lead)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_mass: Tensor | None, d_first: Tensor, d_second: Tensor | None) -> Any:
+        poses, weight, offset, gates, centre, precision, score, log_total = ctx.saved_tensors
+        votes = Votes(poses, weight, ctx.window, offset, ctx.products)
+        cut = _plan(votes, backward=True)
+        n, i, j = cut.space[-3:]
+        splits, blocks = cut.grid[1:]
+        d_first = d_first.float().contiguous()
+        d_mass, d_second = (d_first if x is None else x.float().contiguous() for x in (d_mass, d_second))
+        new = partial(torch.empty, dtype=torch.float32, device=poses.device)
+        atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
+        copies = 1 if atomic else cut.grid[0]
+        new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
+        wide = blocks > 1 or interpreted()  # the interpreter does not round to bfloat16, it cuts off
+        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else poses.dtype)
+        d_weight = new_sum(copies, *weight.shape)
+        d_offset = None if offset is None else new_sum(copies, *offset.shape)
+        total, moved, stretched, d_score = gates, gates, gates, gates
+        if ctx.kind == 2:
+            d_gates = new(blocks, n, i)
+            em_backward_gather[cut.grid](
+                poses, weight, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
+                d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
+            )  # fmt: skip
+            d_gates = _total(d_gates)
+            total = sum_over_windows((d_gates * gates.view_as(d_gates))[None], cut, ctx.competing)
+            moved, stretched = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
+            d_score = new(splits, n, j)
+        else:
+            d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks, n, i)
+        em_backward[cut.grid](
+            poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
+            _or(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, _or(d_offset, gates), d_gates,
+            moved, stretched, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
+            **cut.options,
+        )  # fmt: skip
+        if ctx.kind == 0:
+            d_gates = _total(d_gates)
+        grads: list[Tensor | None] = [
+            fold_windows(d_poses, poses, cut, ctx.window),
+            _total(d_weight),
+            None if d_offset is None else _total(d_offset),
+            d_gates.unflatten(0, votes.lead),
+            None,
+            None,
+            None,
+        ]
+        if ctx.kind == 2:
+            d_precision = -0.5 * _total(stretched)
+            grads[4:] = [_total(moved).mul_(precision.view_as(d_precision)), d_precision, _total(d_score)]
+        pairs = zip(grads, ctx.inputs, strict=True)
+        shaped = (None if x is None else x.to(like[0]).reshape(like[1]) for x, like in pairs)
+        return *shaped, None, None, None, None, None
+
+
+def _plan(votes: Votes, backward: bool = False) -> Plan:
+    """Few parents in a program, for each needs up to six rows of numbers at hand."""
+    large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
+    return plan(votes, backward, low=1 if large else 2, block=8)
+
+
+def _or(x: Tensor | None, unused: Tensor) -> Tensor:
+    return unused if x is None else x
+
+
+def _total(x: Tensor) -> Tensor:
+    return x.sum(0) if len(x) > 1 else x[0]
