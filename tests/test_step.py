@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.test_train import RECIPE, Tiny, few_digits
 from torchcaps import capture, margin_loss, reconstruction_loss
-from torchcaps.capture import WARM_UP, Captured
+from torchcaps.capture import WARM_UP, Captured, Compiled
 from torchcaps.data import Batch, Batches
 from torchcaps.fabric import Fabric
 from torchcaps.optim import create_optimizer, load_moments, set_rates
@@ -123,6 +123,39 @@ def test_a_step_is_the_plain_one():
     torch.testing.assert_close(dict(step.network.state_dict()), dict(network.state_dict()))
     assert step.tally.images == 64
     assert step.ema.updates == 4
+
+
+def test_a_compiled_step_is_the_plain_one(monkeypatch):
+    """Full batches go through what torch.compile makes, without what Fabric adds; a smaller one does not."""
+    compiled = []
+
+    def stand_in(function, dynamic):
+        def run(*args):
+            compiled.append(len(args[0]))
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    recipe = replace(RECIPE, clip=None)
+    plain, other = a_step(recipe), a_step(recipe, compiled=True, say=pytest.fail)
+    batches = list(Batches(few_digits().train, recipe.batch_size, seed=0).epoch(0))[:3]
+    batches.append(Batch(batches[0].images[:5], batches[0].labels[:5]))
+    for number, batch in enumerate(batches):
+        torch.testing.assert_close(other(batch, number), plain(batch, number), rtol=0, atol=0)
+    assert compiled == [recipe.batch_size] * 3
+    torch.testing.assert_close(other.network.state_dict(), plain.network.state_dict(), rtol=0, atol=0)
+
+
+def test_what_cannot_be_compiled_is_said_once(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no compiler found\nand more")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
+    said = []
+    step = Compiled(lambda x: {"loss": 2 * x}, said.append)
+    assert [step(k)["loss"] for k in range(3)] == [0, 2, 4]
+    assert said == ["the network cannot be compiled and runs as it is: no compiler found"]
 
 
 def test_the_tally_means_and_names_the_step_that_spoilt_it():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,6 +55,24 @@ class Captured:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             self.terms = self.update(self.batch)
         return graph
+
+
+class Compiled:
+    """A function through torch.compile, for one size of batch. Where that fails it runs as it is; `say` hears why."""
+
+    def __init__(self, function: Callable[..., dict[str, Tensor]], say: Say):
+        self.function, self.say = function, say
+        self.made: Callable[..., dict[str, Tensor]] | None = torch.compile(function, dynamic=False)
+
+    def __call__(self, *args: Any) -> dict[str, Tensor]:
+        if self.made is not None:
+            try:
+                return self.made(*args)
+            except RuntimeError as error:
+                self.made = None
+                reason = str(error).strip().splitlines()[0]
+                self.say(f"the network cannot be compiled and runs as it is: {reason}")
+        return self.function(*args)
 
 
 def renew_generator(device: torch.device) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from torchcaps.fused import has_triton, wanted
 
 
 def length(poses: Tensor, dim: int = -1) -> Tensor:
@@ -13,6 +16,8 @@ def length(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [...]
     """
+    if _fuses(rows := poses.movedim(dim, -1)):
+        return _fused(rows, "length")
     return torch.linalg.vector_norm(widen(poses), dim=dim).to(poses.dtype)
 
 
@@ -21,6 +26,8 @@ def squash(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [..., d]
     """
+    if _fuses(rows := poses.movedim(dim, -1)):
+        return _fused(rows, "squash").movedim(-1, dim)
     s = widen(poses)
     norm = torch.linalg.vector_norm(s, dim=dim, keepdim=True)
     return (s * (norm / (1 + norm * norm))).to(poses.dtype)
@@ -31,11 +38,46 @@ def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [..., d]
     """
+    if _fuses(rows := poses.movedim(dim, -1)):
+        return _fused(rows, "squash_exp").movedim(-1, dim)
     s = widen(poses)
     norm = torch.linalg.vector_norm(s, dim=dim, keepdim=True)
     somewhere = norm > 0
     safe = torch.where(somewhere, norm, 1)
     return (s * torch.where(somewhere, -torch.expm1(-safe) / safe, 1)).to(poses.dtype)
+
+
+def layer_norm(
+    poses: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Layer norm over each pose, in float32 at least.
+
+    Args:
+        dtype: of the result; that of the poses by default.
+
+    Shapes: poses [..., d], weight and bias [d] -> [..., d]
+    """
+    dtype = poses.dtype if dtype is None else dtype
+    if _fuses(poses):
+        from torchcaps.rows_triton import layer_norm as fused
+
+        return fused(poses, weight, bias, eps, dtype)
+    return F.layer_norm(widen(poses), poses.shape[-1:], widen(weight), widen(bias), eps).to(dtype)
+
+
+def _fuses(rows: Tensor) -> bool:
+    """Whether there is a kernel for these short rows here."""
+    if not wanted(rows.device) or not has_triton():
+        return False
+    from torchcaps.rows_triton import takes
+
+    return takes(rows)
+
+
+def _fused(rows: Tensor, kind: str) -> Tensor:
+    from torchcaps.rows_triton import squashed
+
+    return squashed(rows, kind)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchcaps.functional import check_labels, widen
+from torchcaps.fused import has_triton, wanted
 
 
 def margin_loss(
@@ -38,6 +39,13 @@ def margin_loss(
     """
     _check_one_of("scale", scale, "paper", "official")
     _check_scores("lengths", lengths, labels, class_weights)
+    if wanted(lengths.device) and has_triton():
+        from torchcaps import losses_triton
+
+        if losses_triton.takes_margin(lengths):
+            over = 1 / len(lengths) if scale == "paper" else 0.5 / lengths.numel()
+            margins = (m_plus, m_minus, down_weight)
+            return losses_triton.margin_loss(lengths, labels, margins, over, class_weights)
     lengths = widen(lengths)
     present = multi_hot(labels, lengths.shape[1])
     too_short, too_long = F.relu(m_plus - lengths), F.relu(lengths - m_minus)
@@ -98,12 +106,19 @@ def reconstruction_loss(
         raise ValueError(f"reconstruction must be [b, k, c, h, w], got {shape}")
     if list(target.shape) not in (shape, shape[:1] + shape[2:]):
         raise ValueError(f"target must be {shape[:1] + shape[2:]} or {shape}, got {list(target.shape)}")
-    errors = widen(reconstruction) - widen(target if target.dim() == 5 else target[:, None])
     if labels is not None:
         check_labels(labels, shape[0])
         labels = labels[:, None] if labels.dim() == 1 else labels
         if labels.shape[1] != shape[1]:
             raise ValueError(f"labels must be {shape[:2]}, one for each picture, got {list(labels.shape)}")
+    if wanted(reconstruction.device) and has_triton():
+        from torchcaps import losses_triton
+
+        if losses_triton.takes_reconstruction(reconstruction, target):
+            over = 1 / (shape[0] * (1 if reduction == "sum" else math.prod(shape[2:])))
+            return losses_triton.reconstruction_loss(reconstruction, target, labels, over)
+    errors = widen(reconstruction) - widen(target if target.dim() == 5 else target[:, None])
+    if labels is not None:
         errors = torch.where(labels[..., None, None, None] >= 0, errors, 0)
     pictures = errors.square().flatten(2)
     return (pictures.sum(dim=2) if reduction == "sum" else pictures.mean(dim=2)).sum(dim=1).mean()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+from torchcaps.fused import has_triton
+
 if TYPE_CHECKING:
     from torchcaps.recipes import Recipe
 
@@ -153,6 +155,10 @@ def create_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter], captura
     if capturable and recipe.optimizer in ("adam", "adamw", "rmsprop_keras"):
         options["capturable"] = True
     lr = torch.tensor(recipe.lr, device=trained[0].device) if capturable else recipe.lr
+    if on_cuda and capturable and recipe.optimizer == "adam" and has_triton():
+        from torchcaps.adam_triton import SmallAdam
+
+        make = SmallAdam
     optimizer = make(trained, lr, **options)
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # a few steps are, and may be
     return optimizer

@@ -41,6 +41,7 @@ class Session:
         data: DataSet,
         shown: Log,
         capture: bool,
+        compiled: bool = False,
     ):
         self.recipe, self.seed, self.folder, self.fabric, self.ranks = recipe, seed, folder, fabric, ranks
         self.shown, self.data, self.network = shown, data, network
@@ -61,7 +62,16 @@ class Session:
             raise ValueError(f"{words} needs a validation set; validation=0.1 holds out a tenth of the images")
         learning_rate(recipe, 0, len(self.batches))  # says what is wrong with a schedule before any work is done
         self.step = Step(
-            recipe, seed, fabric, network, self.model, optimizer, len(self.batches), capture=capture, say=shown.say
+            recipe,
+            seed,
+            fabric,
+            network,
+            self.model,
+            optimizer,
+            len(self.batches),
+            capture=capture,
+            compiled=compiled,
+            say=shown.say,
         )
         self.ema, self.tally = self.step.ema, self.step.tally
         self.now = Progress()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchcaps import losses
-from torchcaps.capture import Captured, Say
+from torchcaps.capture import Captured, Compiled, Say
 from torchcaps.data import Batch
 from torchcaps.fabric import Fabric
 from torchcaps.optim import EMA, set_rates
@@ -30,6 +30,8 @@ class Step:
     Args:
         model: the network as Fabric has set it up.
         capture: whether full batches go through a CUDA graph; `say` hears why, where that turns out impossible.
+        compiled: whether network and loss go through torch.compile for full batches, in a single process. It takes
+            seconds at the first step, routes by the formula, and pays for small networks on a fast device.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Step:
         steps_per_epoch: int,
         *,
         capture: bool = False,
+        compiled: bool = False,
         say: Say = print,
     ):
         self.recipe, self.seed, self.fabric = recipe, seed, fabric
@@ -50,10 +53,12 @@ class Step:
         self.steps_per_epoch = steps_per_epoch
         self.ema = EMA(network, recipe.ema) if recipe.ema else None
         self.tally = Tally(fabric.device)
-        self.margin = torch.zeros((), device=fabric.device) if capture and recipe.loss == "spread" else 0.0
+        on_device = (capture or compiled) and recipe.loss == "spread"
+        self.margin = torch.zeros((), device=fabric.device) if on_device else 0.0
         self.class_weights = (
             None if recipe.class_weights is None else torch.tensor(recipe.class_weights, device=fabric.device)
         )
+        self.compiled = Compiled(self.terms_of_network, say) if compiled and fabric.world_size == 1 else None
         self.run = Captured(self.update, recipe.batch_size, say) if capture else self.update
 
     def __call__(self, batch: Batch, step: int) -> dict[str, Tensor]:
@@ -80,9 +85,9 @@ class Step:
             share = len(part.images) / len(batch.images)
             last = number == len(parts)
             with nullcontext() if last or fabric.world_size == 1 else fabric.no_backward_sync(self.model):
-                output = self.model(part.images, part.labels)
-                terms = loss_terms(recipe, output, part, margin=self.margin, class_weights=self.class_weights)
-                names, stacked = tuple(terms), share * torch.stack(list(terms.values()))
+                terms = self.terms_of(part)
+                names, stacked = tuple(terms), torch.stack(list(terms.values()))
+                stacked = stacked if share == 1 else share * stacked
                 fabric.backward(stacked.sum())
             values = stacked.detach() if values is None else values + stacked.detach()
         assert values is not None
@@ -93,6 +98,21 @@ class Step:
         self.optimizer.step()
         self.tally.add(names, values, len(batch.images) * fabric.world_size)
         return dict(zip(names, values.unbind(), strict=True))
+
+    def terms_of(self, part: Batch) -> dict[str, Tensor]:
+        if self.compiled is not None and len(part.images) * self.recipe.accumulate == self.recipe.batch_size:
+            with self.fabric.autocast():
+                return self.compiled(part.images, part.labels, part.targets, self.margin)
+        output = self.model(part.images, part.labels)
+        return loss_terms(self.recipe, output, part, margin=self.margin, class_weights=self.class_weights)
+
+    def terms_of_network(
+        self, images: Tensor, labels: Tensor, targets: Tensor | None, margin: float | Tensor
+    ) -> dict[str, Tensor]:
+        """Without what Fabric puts around the network, for one process needs none of it but autocast."""
+        batch = Batch(images, labels, targets)
+        output = self.network(images, labels)
+        return loss_terms(self.recipe, output, batch, margin=margin, class_weights=self.class_weights)
 
 
 class Tally:

@@ -59,6 +59,7 @@ def train(
     precision: str | None = None,
     channels_last: bool | None = None,
     capture: bool | None = None,
+    compiled: bool = False,
     resume: bool = False,
     deterministic: bool = False,
     limit: int | None = None,
@@ -76,6 +77,7 @@ def train(
         strategy: how several devices share the work: "ddp" or, each with a part of the weights, "fsdp" (CUDA only).
         channels_last: how images lie in memory; by default as is fastest. The results differ by rounding only.
         capture: full batches as one CUDA graph; by default where that can be done.
+        compiled: network and loss through torch.compile; it takes seconds, and pays for small networks on a GPU.
         resume: goes on from the last checkpoint, or starts where there is none yet.
         deterministic: only algorithms that give the same bits each time.
         limit: the run pauses after this step.
@@ -103,7 +105,7 @@ def train(
         torch.manual_seed(seed)
         network = create_network(recipe, data, fabric, channels_last)
         folder = Folder(out, fabric, recipe, seed, data)
-        session = Session(recipe, seed, folder, fabric, ranks, network, data, shown, capture)
+        session = Session(recipe, seed, folder, fabric, ranks, network, data, shown, capture, compiled)
         if resume and (found := checkpoint.latest(folder.checkpoints, notice=shown.say)) is not None:
             session.restore(found)
         if lead and (tensorboard or (tensorboard is None and log is not None)):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchcaps.functional import layer_norm
 from torchcaps.layers.same import conv_same
 from torchcaps.layers.sizes import out_size
 from torchcaps.types import Capsules
@@ -68,5 +69,12 @@ class PrimaryCaps(nn.Module):
             maps = F.conv2d(features, weight, conv.bias, conv.stride, conv.padding, groups=conv.groups)
         poses = maps.unflatten(1, (self.types, self.dim))
         if self.nonlinearity is not None:
-            poses = self.nonlinearity(poses.movedim(2, -1)).movedim(-1, 2)
+            poses = self._nonlinear(poses.movedim(2, -1)).movedim(-1, 2)
         return Capsules(poses, None if self.activation is None else torch.sigmoid(self.activation(features)))
+
+    def _nonlinear(self, poses: Tensor) -> Tensor:
+        norm = self.nonlinearity
+        assert norm is not None
+        if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == poses.shape[-1:]:
+            return layer_norm(poses, norm.weight, norm.bias, norm.eps)
+        return norm(poses)

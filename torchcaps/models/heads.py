@@ -28,7 +28,8 @@ class LengthHead(nn.Module):
         self.longest = longest
 
     def forward(self, capsules: Capsules) -> Tensor:
-        return length(capsules.poses) / self.longest
+        lengths = length(capsules.poses)
+        return lengths if self.longest == 1 else lengths / self.longest
 
     def probabilities(self, scores: Tensor) -> Tensor:
         return scores.clamp(max=1)  # rounding may lead a length just beyond 1

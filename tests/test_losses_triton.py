@@ -1,0 +1,123 @@
+"""Losses as kernels against plain PyTorch in float64.
+
+Opt-in: `TRITON_INTERPRET=1 pytest tests/test_losses_triton.py` on a CPU, or as it is where there is a GPU.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+from tests.helpers import assert_as_accurate
+from torchcaps import losses
+from torchcaps.ops import backend
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter"),
+]
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # which the interpreter cuts off, not rounds
+LABELS = {
+    "one": [0, 2, 6, 6, 1],
+    "several": [[0, 2], [3, -1], [-1, -1], [5, 5], [6, 0]],
+}
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan(monkeypatch):
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def poisoned(*args, make=make, **options):
+            x = make(*args, **options)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+def on(name, function):
+    def run(*inputs):
+        with backend(name):
+            return function(*inputs)
+
+    return run
+
+
+def fused(function, monkeypatch):
+    def run(*inputs):
+        with monkeypatch.context() as patch, backend("triton"):
+            patch.setattr(losses, "widen", None)
+            return function(*inputs)
+
+    return run
+
+
+def labels_of(kind):
+    return torch.tensor(LABELS[kind], device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", ["paper", "official"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", LABELS)
+def test_margin(kind, weighted, scale, dtype, monkeypatch):
+    labels, lengths = labels_of(kind), torch.rand(5, 7, device=DEVICE)
+    weights = torch.arange(7.0, device=DEVICE) / 8 if weighted else None
+
+    def function(lengths):
+        given = None if weights is None else weights.to(lengths.dtype)
+        return losses.margin_loss(lengths, labels, scale=scale, class_weights=given)
+
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [lengths], dtype)
+
+
+def test_margin_of_many(monkeypatch):
+    labels = torch.arange(300, device=DEVICE) % 13
+    lengths = torch.rand(13, 300, device=DEVICE).mT
+
+    def function(lengths):
+        return losses.margin_loss(lengths, labels)
+
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [lengths], torch.float32)
+
+
+def test_what_is_not_finite_is_not_lost():
+    for bad in (math.nan, math.inf):
+        lengths = torch.full((2, 3), 0.5, device=DEVICE)
+        lengths[1, 2] = bad
+        with backend("triton"):
+            assert not losses.margin_loss(lengths, torch.tensor([0, 1], device=DEVICE)).isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("kind", "own"), [("one", False), ("several", False), ("several", True)])
+def test_reconstruction(kind, own, masked, reduction, dtype, monkeypatch):
+    labels = labels_of(kind)
+    objects = 1 if labels.dim() == 1 else 2
+    pictures = torch.rand(5, objects, 3, 20, 19, device=DEVICE)
+    target = torch.rand(5, *([objects] if own else []), 3, 20, 19, device=DEVICE)
+
+    def function(pictures):
+        given = labels if masked else None
+        return losses.reconstruction_loss(pictures, target.to(pictures.dtype), reduction=reduction, labels=given)
+
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [pictures], dtype)
+
+
+def test_a_picture_without_label_may_be_anything():
+    pictures = torch.rand(2, 1, 1, 4, 4, device=DEVICE)
+    pictures[1] = torch.nan
+    labels, target = torch.tensor([[3], [-1]], device=DEVICE), torch.zeros(2, 1, 4, 4, device=DEVICE)
+    pictures.requires_grad_()
+    with backend("triton"):
+        loss = losses.reconstruction_loss(pictures, target, reduction="sum", labels=labels)
+    torch.testing.assert_close(loss, pictures[0].square().sum() / 2)
+    (grad,) = torch.autograd.grad(loss, pictures)
+    torch.testing.assert_close(grad[0], pictures.detach()[0])
+    assert not grad[1].any()
