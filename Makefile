@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # bfloat16 kills Python on some CPUs that advertise AMX unless this is set before torch's first operation
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup run test bench lint format clean
+.PHONY: setup run test bench soak lint format clean
 
 setup: $(VENV)/.stamp
 
@@ -26,6 +26,10 @@ test: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.bench
+
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
+	OMP_NUM_THREADS=1 TORCHCAPS_LARGE=1 $(BIN)/python -m pytest -n $(JOBS) tests/recipes
 
 lint: setup
 	$(BIN)/ruff check .

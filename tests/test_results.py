@@ -58,7 +58,7 @@ alone, pair, curve = SECOND.ROWS.values()
 SECOND_RESULTS = [
     result("alone", 0.06, 0, "second_table2", alone, selected="best", epoch=3, test_last={"accuracy": 0.93}),
     result("alone", 0.05, 1, "second_table2", alone, selected="best", epoch=5, test_last={"accuracy": 0.92}),
-    result("pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1")),
+    result("pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1"), chosen_from=3),
     result("pair", 0.05, 0, "second_table2", pair),
     result("curve", 0.05, 0, "second_table2", curve, curves={"loss": [0.5, 0.125]}),
 ]
@@ -303,6 +303,17 @@ def test_html_is_escaped():
     for text in ("<script>", "<b>", "<i>'\"", "<u>", "<1"):
         assert text not in page
         assert html.escape(text) in page
+
+
+def test_members_a_sample_and_other_metrics_are_told_as_they_are():
+    pair = replace(BASE, metric="ensemble_per_digit_error", seeds=2)
+    test = {"per_digit_error": 0.25, "standard_error": 0.0005, "images": 1000, "sampled_from": 10000}
+    line = result(recipe=pair, members=("one", "two"), test=test)
+    text = render(SimpleNamespace(__name__="first_table1", TITLE="First", ROWS={"three": pair}), [line])
+    row = next(each for each in text.splitlines() if each.startswith("three"))
+    assert row.split()[-6:] == ["25.00", "1", "last", "10", "of", "10"]  # no error of another figure
+    assert ") members: one, two\n" in text
+    assert ") tested on 1,000 of 10,000 images\n" in text
 
 
 def test_a_figure_that_is_missing_is_not_made_up():

@@ -74,10 +74,15 @@ def test_a_folder_that_is_no_run(folder, tmp_path):
 
 def test_a_run_that_has_not_finished(folder):
     (folder / "final.json").unlink()
-    with pytest.raises(ValueError, match=r"run has not finished; torchcaps train ROW --resume --out .*run goes on$"):
+    with pytest.raises(
+        ValueError, match=r"run has not finished; torchcaps train ROW --resume --out .*run --seed 3 goes on$"
+    ):
         open_run(folder)
-    (folder / "row.json").write_text(json.dumps({"name": "quick:digits"}))
-    with pytest.raises(ValueError, match=r"run has not finished; torchcaps train quick:digits --resume --out "):
+    (folder / "row.json").write_text(json.dumps({"name": "quick:digits", "settings": ["model_args.a=b c", "lr=1"]}))
+    with pytest.raises(
+        ValueError,
+        match=r"run has not finished; torchcaps train quick:digits --resume --out .* --model-args.a 'b c' --lr 1 goes",
+    ):
         open_run(folder)
 
 

@@ -60,7 +60,7 @@ TRAIN = f"""For example:
 
   torchcaps train quick:digits                           a minute, no download
   torchcaps train sabour2017_table1:routing3 --epochs 5 --lr 1e-3
-  torchcaps train quick:mnist --model-args.iterations 1 --seed 7
+  torchcaps train sabour2017_table1:routing3 --model-args.iterations 1 --seed 7
   torchcaps train quick:mnist --seeds 30 --together      statistics over 30 runs
   torchcaps train folder=photos --model efficient_capsnet --class-weights balanced
   torchcaps train quick:mnist --resume                   the same run again, from where it stopped
@@ -392,6 +392,7 @@ def _print_presets(rows: list[Row], batch: int) -> None:
         "\nParameters are without the decoder; operations, two for each multiply-add, are for one image without it; "
         f"GB is an estimate of what training with Adam in float32 takes for batches of {batch}."
     )
+    console.print("torchcaps summary NAME has a preset's layers; torchcaps recipes lists what can be trained.")
     if left_out:
         console.print(f"Left out, as this terminal is narrow: {', '.join(left_out)}.")
 

@@ -35,7 +35,7 @@ def finish(
     *,
     table: str,
     row: str,
-    results: str | os.PathLike[str],
+    results: str | os.PathLike[str] | None,
     reads: int = 1,
     images: int | None = None,
     device: str | None = None,
@@ -46,7 +46,7 @@ def finish(
     Args:
         run: what `train` gave, or its folder.
         table, row: under which the results have it.
-        results: the file that gets the line, once.
+        results: the file that gets the line, once; None for none.
         reads: how often the test set has been read for this run, this time included.
         images: of the test set, where not all of them (of generated ones: 100,000) are to be looked at.
         device: where to evaluate; by default where the run was, or else "auto".
@@ -69,7 +69,7 @@ def finish(
         if tested is None:
             tested = read_test(opened, data(), found, reads, images)
         line = _line(opened, data, found, tested, table, row)
-        if not _holds(Path(results), line):
+        if results is not None and not _holds(Path(results), line):
             append_line(results, line)
         if not (folder / "report.html").exists():
             _report(folder, say)
@@ -80,7 +80,8 @@ def append_line(path: str | os.PathLike[str], line: Result) -> None:
     try:
         append(path, line)
     except OSError as error:
-        raise ValueError(f"the result could not be written to {path}: {error.strerror}; the run is safe") from error
+        reason = error.strerror or error
+        raise ValueError(f"the result could not be written to {path}: {reason}; the run is safe") from error
 
 
 def validate(opened: Opened, data: DataSet) -> dict[str, Any]:
@@ -98,6 +99,8 @@ def read_test(
 ) -> dict[str, Any]:
     """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen."""
     folder, recipe = opened.folder, opened.recipe
+    epochs = len(next(iter(read_curves(folder / "metrics.csv").values())))
+    last = _last(opened) if opened.epoch != epochs else None  # before the test set is read, as it may not be there
     predictions = look(opened.model, data.test, data, recipe, images)
     found: dict[str, Any] = {
         "reads": reads,
@@ -109,8 +112,7 @@ def read_test(
     }
     if data.familiar is not None:
         found["figures"]["familiar"] = figures(look(opened.model, data.familiar, data, recipe, images))
-    if opened.epoch != len(next(iter(read_curves(folder / "metrics.csv").values()))):
-        last = _last(opened)
+    if last is not None:
         found["last"] = _of(look(last, data.test, data, recipe, images), data.test)
     save_predictions(folder / "predictions.safetensors", predictions, opened)
     write_json(folder / "test.json", found)
@@ -159,12 +161,17 @@ def load_predictions(path: Path) -> Predictions:
 
 def _last(opened: Opened) -> nn.Module:
     """The network as the last epoch left it."""
-    found = checkpoint.latest(opened.folder / "checkpoints")
-    if found is None:
-        raise ValueError(f"{opened.folder} has no checkpoint of its last epoch any more")
-    averaged = found.state["ema"]
+    kept = opened.folder / "last.safetensors"  # of seeds trained together
+    if kept.exists():
+        weights, _ = checkpoint.load_weights(kept)
+    else:
+        found = checkpoint.latest(opened.folder / "checkpoints")
+        if found is None:
+            raise ValueError(f"{opened.folder} has no checkpoint of its last epoch any more")
+        averaged = found.state["ema"]
+        weights = found.weights if averaged is None else averaged["average"]
     model = open_run(opened.folder, device=str(opened.device)).model
-    model.load_state_dict(found.weights if averaged is None else averaged["average"])
+    model.load_state_dict(weights)
     return model
 
 

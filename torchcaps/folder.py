@@ -1,6 +1,7 @@
 """The folder of a run: what it holds, and how it is written so that nothing in it is ever half there.
 
-recipe.json, checkpoints/, metrics.csv, times.csv, routing.jsonl, epochs/, weights.safetensors and final.json.
+recipe.json, checkpoints/, metrics.csv, times.csv, routing.jsonl, epochs/, weights.safetensors and final.json; of seeds
+trained together, last.safetensors where another epoch was selected.
 """
 
 from __future__ import annotations

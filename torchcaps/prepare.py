@@ -142,7 +142,10 @@ def training_batches(recipe: Recipe, data: DataSet, seed: int, shared: dict[str,
     world = shared["world"]
     if recipe.batch_size % world:
         raise ValueError(f"a batch of {recipe.batch_size} cannot be shared evenly by {world} processes")
-    left_over = (recipe.samples or len(data.train)) % recipe.batch_size
+    images = recipe.samples or len(data.train)
+    left_over = images % recipe.batch_size
+    if images < recipe.batch_size and left_over % world:
+        raise ValueError(f"the {images} images of an epoch cannot be shared evenly by {world} processes; use fewer")
     return batches_for(
         data.train,
         recipe.batch_size,

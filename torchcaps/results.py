@@ -33,7 +33,8 @@ class Result:
     """A finished run. `test` is of the epoch that the recipe selects, `test_last` of the last where that is another.
 
     `planned` are the epochs that the table's row asks for, `energy` joules, `curves` one value an epoch for each word,
-    `data` a checksum for each split, `members` the runs of an ensemble.
+    `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many they were chosen
+    on validation, None where they were not.
     """
 
     table: str
@@ -50,6 +51,7 @@ class Result:
     validation: dict[str, Any] | None = None
     curves: dict[str, Any] = field(default_factory=dict)
     members: tuple[str, ...] = ()
+    chosen_from: int | None = None
     data: dict[str, Any] = field(default_factory=dict)
     commit: str = "unknown"
     dirty: bool = False

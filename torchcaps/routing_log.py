@@ -270,12 +270,12 @@ def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
         torch.manual_seed(0)
         network.eval()
         for stack in stacks:
-            stack.in_full = True
+            stack.in_full = True  # type: ignore[assignment]
         try:
             with backend("torch"):
                 yield
         finally:
             for stack in stacks:
-                stack.in_full = False
+                stack.in_full = False  # type: ignore[assignment]
             for module, mode in modes.items():
                 module.training = mode

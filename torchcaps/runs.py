@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,14 @@ def check_finished(folder: Path) -> None:
     if not (folder / "final.json").exists():
         about = read_json(folder / "row.json")
         row = about["name"] if about and isinstance(about.get("name"), str) else "ROW"
-        raise ValueError(f"{folder} has not finished; torchcaps train {row} --resume --out {folder} goes on")
+        _, seed = read_recipe(folder)
+        if (folder.parent / "together" / "recipe.json").exists() and not checkpoint.steps(folder / "checkpoints"):
+            raise ValueError(f"{folder} has not finished; the command that began it goes on with --resume")
+        words = [row, "--resume", "--out", str(folder), *(["--seed", str(seed)] if seed else [])]
+        for setting in (about or {}).get("settings", []):
+            name, _, value = str(setting).partition("=")
+            words += [f"--{name.replace('_', '-')}", value]
+        raise ValueError(f"{folder} has not finished; torchcaps train {shlex.join(words)} goes on")
 
 
 def read_recipe(folder: Path) -> tuple[Recipe, int]:

@@ -186,6 +186,8 @@ class Seeds:
         run.selected = each.epoch if each.best is None else each.best["epoch"]
         weights = self.weights(k) if each.best is None else each.best["weights"]
         network.load_state_dict(weights)
+        if run.selected != each.epoch:  # which is tested too, and its folder has no checkpoint of its own
+            folder.write_weights("last.safetensors", each.step, self.weights(k), each.epoch)
         folder.write_weights("weights.safetensors", each.step, weights, run.selected)
         final = {
             "recipe": recipe.to_dict(),

@@ -82,7 +82,7 @@ def headline(story: Story) -> list[tuple[str, str]]:
         shown.append(("not tested", "yet") if error is None else (_percent(error), "validation error, not tested yet"))
     else:
         metric = metric if isinstance(found.get(metric), int | float) else "error"
-        own = metric.removeprefix("exact_match_") in ("error", "accuracy")
+        own = recipes.is_share_of_images(metric)
         spread = f" ± {100 * found['standard_error']:.2f}" if own else ""
         images = f"{found['images']:,} images" + (", ± standard error" if own else "")
         shown.append((f"{100 * found[metric]:.2f}{spread} %", f"test {metric.replace('_', ' ')}, {images}"))
@@ -131,7 +131,8 @@ def notes(story: Story) -> list[str]:
     if story.tested and story.tested.get("reads", 1) != 1:
         said.append(f"The test set was read {story.tested['reads']} times for this run.")
     if story.figures and "sampled_from" in story.figures:
-        said.append(f"The test figures are of a sample of {story.figures['sampled_from']:,} images.")
+        sample, whole = story.figures["images"], story.figures["sampled_from"]
+        said.append(f"The test figures are of {sample:,} images, a sample of the {whole:,} that there are.")
     if story.recipe.note:
         said.append(story.recipe.note[:1].upper() + story.recipe.note[1:])
     return said

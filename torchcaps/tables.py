@@ -163,7 +163,7 @@ def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, s
     errors = [
         100 * run.test["standard_error"] for run in runs if isinstance(run.test.get("standard_error"), int | float)
     ]
-    deviation = f"{statistics.mean(errors):.2f}" if errors and recipe.metric != "loss" else ""
+    deviation = f"{statistics.mean(errors):.2f}" if errors and recipes.is_share_of_images(recipe.metric) else ""
     return _mean([_figure(recipe.metric, run.test, run) for run in runs]), str(len(runs)), deviation, where
 
 
@@ -190,7 +190,13 @@ def _mean(values: list[float | None]) -> str:
 
 def _remarks(runs: list[Result]) -> list[str]:
     """What a reader should know of these runs."""
-    remarks = [f"members, chosen on validation: {', '.join(run.members)}" for run in runs if run.members]
+    remarks = [
+        f"members{', chosen on validation' * bool(run.chosen_from)}: {', '.join(run.members)}"
+        for run in runs
+        if run.members
+    ]
+    sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
+    remarks += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
     dirty = sorted({run.commit[:7] for run in runs if run.dirty})
     if dirty:
         remarks.append(f"run with changes that commit {' and '.join(dirty)} does not have")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -225,12 +226,16 @@ class Together(Seeds):
 
 
 def open_together(out: Path, recipe: Recipe, seeds: list[int], resume: bool) -> list[int]:
-    """The seeds that are trained in this folder. Refuses one with other seeds, with another recipe, or with runs."""
+    """The seeds that are trained in this folder. Refuses one with other seeds, with another recipe, or with runs.
+
+    Once those that were trained there have all finished, others can follow them.
+    """
     path = out / "together" / "recipe.json"
-    if not checkpoint.steps(path.parent / "checkpoints"):
+    if not checkpoint.steps(path.parent / "checkpoints") or _follow(out, path, seeds):
         for seed in seeds:
             if checkpoint.steps(out / f"seed-{seed}" / "checkpoints"):
                 raise ValueError(f"{out / f'seed-{seed}'} holds a run of its own; resume it without --together")
+        shutil.rmtree(path.parent / "checkpoints", ignore_errors=True)
         content = {"seeds": seeds, "recipe": recipe.to_dict()}
         checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
         return seeds
@@ -249,3 +254,12 @@ def open_together(out: Path, recipe: Recipe, seeds: list[int], resume: bool) -> 
                 f"{out} holds runs of another recipe: {name} is {fields.get(name)!r} there and {value!r} here"
             )
     return theirs
+
+
+def _follow(out: Path, path: Path, seeds: list[int]) -> bool:
+    """Whether none of these seeds is among those trained before, all of which have finished."""
+    try:
+        before = json.loads(path.read_text())["seeds"]
+        return not set(seeds) & set(before) and all((out / f"seed-{s}" / "final.json").exists() for s in before)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False

@@ -52,6 +52,13 @@ def test_stored_figures_are_looked_up(capsys, monkeypatch, place, checksum):
     assert checksum(place) == before
 
 
+def test_figures_that_are_stored_add_no_line_anywhere(capsys, place, checksum):
+    Path(LEDGER).rename("elsewhere.jsonl")
+    before = checksum(place)
+    told(capsys, A)
+    assert checksum(place) == before
+
+
 def test_several_runs_have_a_mean(capsys):
     first, second, last = told(capsys, A, B).splitlines()
     assert (first.split()[0], second.split()[0]) == (A, B)
@@ -128,6 +135,7 @@ def test_an_ensemble_is_the_sum_of_lengths_and_names_its_members(capsys, monkeyp
     assert found["test_reads"] == 1
     line = read(LEDGER)[-1]
     assert (line.members, line.test_reads, line.test) == (("two/seed-0", "two/seed-1"), 1, found["figures"])
+    assert line.chosen_from is None
     (again,) = asked(capsys, A, "--ensemble", B)
     assert (again["stored"], again["figures"]) == (True, found["figures"])
     assert len(read(LEDGER)) == 3
@@ -142,6 +150,7 @@ def test_members_are_chosen_on_validation(capsys):
     assert found["members"] == [best.removeprefix("runs/")]
     (two,) = asked(capsys, "--ensemble", A, B, "--members", "2")
     assert two["test_reads"] == 2
+    assert read(LEDGER)[-1].chosen_from == 2
     assert told(capsys, "--ensemble", A, B, "--members", "2").startswith(f"ensemble of {best.removeprefix('runs/')}, ")
 
 
@@ -189,9 +198,11 @@ def test_broken_files_are_told_and_left(capsys, place, checksum):
     assert main(["evaluate", A]) == 2
     assert capsys.readouterr().err.startswith(f"torchcaps: {A} cannot be opened: weights.safetensors is ")
     assert main(["evaluate", B]) == 2
-    sentence = f"{B} has not finished; torchcaps train quick:digits --resume --out {B} goes on"
-    assert capsys.readouterr().err == f"torchcaps: {sentence}\n"
+    fields = "--epochs 2 --samples 96 --batch-size 16 --keep-epochs 1"
+    words = f"train quick:digits --resume --out {B} --seed 1 {fields}"
+    assert capsys.readouterr().err == f"torchcaps: {B} has not finished; torchcaps {words} goes on\n"
     assert checksum(place) == before
+    assert main(words.split()) == 0
 
 
 def test_a_broken_line_of_results_is_refused_before_the_test_set_is_read(capsys, place, checksum):

@@ -35,6 +35,7 @@ def test_a_run_is_trained_tested_once_and_told_in_one_line(small, capsys):
     (line,) = read(folder.parent / "quick.jsonl")
     assert out[0].startswith("quick:digits: efficient_capsnet (image=[1, 8, 8], ")
     assert out[2] == "  2 epochs of 96 images in batches of 16, validation 0.1"
+    assert out[3] == f"  in {folder}"
     assert out[-1] == (
         f"test accuracy {100 * line.test['accuracy']:.2f} % ± {100 * line.test['standard_error']:.2f}; "
         f"result: {folder.parent}/quick.jsonl; run: {folder}"
@@ -85,6 +86,7 @@ def test_without_a_test_the_test_set_stays_unread(small, capsys):
     assert main(["train", "quick:digits", *small, "--no-test", "--out", "blind", "--results", "r.jsonl"]) == 0
     assert capsys.readouterr().out.endswith("trained; torchcaps evaluate blind reads the test set\n")
     assert not Path("blind/test.json").exists()
+    assert json.loads(Path("blind/validation.json").read_text())["threshold"] >= 0
     assert not Path("r.jsonl").exists()
     assert main(["evaluate", "blind", "--results", "r.jsonl"]) == 0
     assert "(the test set has been read once for this)" in capsys.readouterr().out
@@ -94,7 +96,7 @@ def test_without_a_test_the_test_set_stays_unread(small, capsys):
 @pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("limit", 0)])
 def test_the_exit_code_says_what_stopped_it(stop, code, small, capsys, monkeypatch):
     def stopped(recipe, *, out, seed, data, **options):
-        out.mkdir(parents=True)
+        assert json.loads((out / "row.json").read_text())["name"] == "quick:digits"
         return Run(out, recipe, seed, None, data, 7, False, [], 1.0, stopped=stop)
 
     monkeypatch.setattr(job, "train", stopped)
@@ -115,6 +117,24 @@ def test_seeds_together_are_each_finished_and_one_that_fails_is_named(small, cap
     assert err == "torchcaps: seed 1 failed: the loss is not finite at step 3\n"
     assert out.splitlines()[-1].startswith("seed 0: test accuracy ")
     assert [line.seed for line in read("many/quick.jsonl")] == [0]
+
+
+def test_seeds_together_are_tested_at_their_last_epoch_too(small, capsys):
+    words = ["train", "quick:digits", *small, "--out", "many", "--together", "--select", "best", "--lr", "1e-9"]
+    assert main([*words, "--seeds", "2", "--limit", "5"]) == 0
+    capsys.readouterr()
+    alone = [word for word in words if word != "--together"]
+    assert main([*alone, "--seeds", "2", "--resume"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "torchcaps: seed 0 is trained together with others in many/together; add --together\n"
+    )
+    assert main([*words, "--seeds", "2", "--resume"]) == 0
+    lines = read("many/quick.jsonl")
+    assert [(line.seed, line.epoch, line.epochs) for line in lines] == [(0, 1, 2), (1, 1, 2)]
+    assert all(line.test_last["images"] == 360 for line in lines)
+    assert main([*words, "--seeds", "3"]) == 0
+    assert [line.seed for line in read("many/quick.jsonl")] == [0, 1, 2]
 
 
 def test_memory_that_is_too_small_is_told(small, capsys, monkeypatch):
@@ -167,7 +187,10 @@ def test_the_headline_has_the_papers_number_beside_ours():
         table="t", row="r", recipe={}, seed=0, test={"error": 0.0123, "standard_error": 0.001}, epochs=1, planned=1
     )
     assert headline(result, recipe) == "test error 1.23 % ± 0.10 (the paper: 0.25)"
-    assert headline(result, replace(recipe, metric="per_digit_error", reported="")) == "no per digit error"
+    digits = replace(recipe, metric="per_digit_error", reported="")
+    assert headline(result, digits) == "no per digit error"
+    both = replace(result, test={**result.test, "per_digit_error": 0.01})
+    assert headline(both, digits) == "test per digit error 1.00 %"  # the standard error is of another figure
     curves = replace(result, curves={"loss": [2.0, 0.5]})
     assert headline(curves, replace(recipe, metric="loss", reported="")) == "loss 0.5000"
 
@@ -214,6 +237,10 @@ BAD = [
     ("quick:digits --device gpu", "device 'gpu' is not known; it is auto, cpu, cuda, cuda:N or mps"),
     ("quick:digits --device cuda:97", "1 x cuda:97 is not there; this machine has "),
     ("quick:digits --device cpu --devices 5", "a batch of 32 cannot be shared evenly by 5 processes"),
+    ("quick:digits --device cpu --devices 2 --samples 1", "the 1 images of an epoch cannot be shared evenly by 2 "),
+    ("quick:digits --class-weights 1,2", "class_weights has 2 numbers, and digits has 10 classes"),
+    ("quick:digits --optimizer-args.rho 1", "the optimizer adam has no 'rho'; "),
+    ("quick:digits --schedule-args.every 1", "the schedule cosine has no 'every'; "),
     ("quick:digits --device cpu --devices 4 --batch-size 2", "a batch of 2 cannot be shared evenly by 4 processes"),
     ("quick:digits --device cpu --devices 512 --batch-size 512", "512 x cpu is not there; this machine has "),
     (

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchcaps import checkpoint
 from torchcaps.commands.train import CODES
 from torchcaps.commands.words import Row, described, figure, headline, metric_name
 from torchcaps.data import DataSet
-from torchcaps.finish import finish
+from torchcaps.finish import finish, validate
 from torchcaps.folder import Run, open_folder
 from torchcaps.models import create_model
-from torchcaps.prepare import check, create_fabric, load_data
+from torchcaps.optim import create_optimizer, learning_rate
+from torchcaps.prepare import check, create_fabric, load_data, training_batches
 from torchcaps.results import Result, read
-from torchcaps.runs import read_recipe, write_json
+from torchcaps.runs import open_run, read_json, read_recipe, write_json
 from torchcaps.train import train
 
 GO_ON = "the same command with --resume goes on"
@@ -50,9 +52,13 @@ class Job:
             raise ValueError(f"a batch of {recipe.batch_size} cannot be shared evenly by {world} processes")
         create_fabric(recipe, **{word: options[word] for word in ("device", "devices", "nodes", "strategy")})
         waiting = [seed for seed in self.folders if not self.trained(seed)]
+        if not together:
+            self.check_alone(waiting)
         data = self.load() if waiting else None
         if leads():
-            print("\n".join(described(self.row)), flush=True)
+            print("\n".join([*described(self.row), *self.places(waiting)]), flush=True)
+            for seed in waiting:
+                self.name_folder(seed)
         figures: list[Result] = []
         failed: list[int] = []
         if together and waiting:
@@ -84,7 +90,35 @@ class Job:
         """The data, loaded and tried on the network before a folder is made."""
         data = load_data(self.row.recipe)
         build(self.row, data)
+        recipe, world = self.row.recipe, self.options["devices"] * self.options["nodes"]
+        batches = training_batches(recipe, data, 0, {"device": torch.device("cpu"), "rank": 0, "world": world})
+        learning_rate(recipe, 0, len(batches))
+        create_optimizer(recipe, [nn.Parameter(torch.zeros(1))])
         return data
+
+    def places(self, seeds: list[int]) -> list[str]:
+        """Where the runs are, and, where they are to be resumed, whether there is anything to go on from."""
+        begun = [s for s in seeds if checkpoint.steps(self.folders[s] / "checkpoints")]
+        begun += [s for s in seeds if checkpoint.steps(self.folders[s].parent / "together" / "checkpoints")]
+        new = ", from the start, as nothing was saved there yet" if self.options["resume"] and not begun else ""
+        folders = [str(self.folders[s]) for s in seeds]
+        return [f"  in {folders[0]}{f' to {folders[-1]}' if len(folders) > 1 else ''}{new}"] if folders else []
+
+    def check_alone(self, seeds: list[int]) -> None:
+        """Refuses to begin again, each by itself, seeds that have come some way together."""
+        for seed in seeds:
+            folder, common = self.folders[seed], self.folders[seed].parent / "together"
+            members = (read_json(common / "recipe.json") or {}).get("seeds", [])
+            begun = checkpoint.steps(common / "checkpoints") and not checkpoint.steps(folder / "checkpoints")
+            if seed in members and begun:
+                raise ValueError(f"seed {seed} is trained together with others in {common}; add --together")
+
+    def name_folder(self, seed: int) -> None:
+        """Says in the folder what is trained there, for whoever finds it half done."""
+        path = self.folders[seed] / "row.json"
+        if not path.exists() or not checkpoint.steps(path.parent / "checkpoints"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, self.row.about())
 
     def trained(self, seed: int) -> bool:
         """Whether a seed needs no training any more; refuses folders that hold something else."""
@@ -101,8 +135,7 @@ class Job:
         paused = [run for run in runs if run.stopped in PAUSES]
         if leads():
             for run in runs:
-                name = {"name": self.row.name, "table": self.row.table, "row": self.row.row}
-                write_json(run.folder / "row.json", name)
+                write_json(run.folder / "row.json", self.row.about())
                 if not run.finished and run not in paused:
                     print(f"torchcaps: seed {run.seed} failed: {run.stopped}", file=sys.stderr, flush=True)
             if paused:
@@ -114,6 +147,8 @@ class Job:
         folder, recipe = self.folders[seed], self.row.recipe
         which = f"seed {seed}: " if self.several else ""
         if self.no_test and not (folder / "test.json").exists():
+            if not (folder / "validation.json").exists():
+                validate(open_run(folder, device=self.options["device"]), run.data if run else load_data(recipe))
             print(f"{which}trained; torchcaps evaluate {folder} reads the test set")
             return []
         try:
@@ -155,6 +190,9 @@ def build(row: Row, data: DataSet) -> None:
             create_model(recipe.model, **{**sizes, **recipe.model_args})
     except TypeError as error:
         raise ValueError(f"{recipe.model} cannot be built with {recipe.model_args}: {error}") from None
+    weights = recipe.class_weights
+    if weights is not None and len(weights) != data.classes:
+        raise ValueError(f"class_weights has {len(weights)} numbers, and {data.name} has {data.classes} classes")
 
 
 def balanced(row: Row) -> Row:

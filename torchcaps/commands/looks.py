@@ -95,10 +95,11 @@ def single(folder: Path, ask: Ask) -> Found:
 
 
 def tested(folder: Path, ask: Ask) -> Result:
-    """A run's own result; the test set is read if it has not been yet."""
+    """A run's own result; the test set is read if it has not been yet, and only then is there a line to add."""
     table, row = name_of(folder)
     reads = 1 + len(looks(folder))
-    return finish(folder, table=table, row=row, results=ask.ledger(folder), reads=reads, device=ask.device)
+    results = None if (folder / "result.json").exists() and not ask.results else ask.ledger(folder)
+    return finish(folder, table=table, row=row, results=results, reads=reads, device=ask.device)
 
 
 def on_validation(folder: Path, ask: Ask) -> Found:
@@ -172,6 +173,7 @@ def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
     if all(opened[name].recipe == lead.recipe for name in chosen):
         table, row = name_of(lead.folder)
         more = {"recipe": ask.recipe(lead.recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
+        more["chosen_from"] = None if members is None else len(folders)
         append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, row, test=found, **more))
     return answer
 

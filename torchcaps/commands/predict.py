@@ -40,7 +40,10 @@ def predict_images(
     predictor = Predictor.open(run, device=device, threshold=threshold, batch_size=batch_size)
     files = predictor.files(*images)
     if predictor.threshold is None:
-        note = "nothing was held out to choose a threshold on, so every image gets a class; --threshold sets one"
+        tested = (predictor.run.folder / "validation.json").exists()
+        why = "nothing was held out to choose a threshold on" if tested else "its threshold has not been chosen yet"
+        more = "" if tested else f"; torchcaps evaluate {run} chooses it"
+        note = f"{why}, so every image gets a class; --threshold sets one{more}"
         print(f"torchcaps: {run}: {note}", file=sys.stderr)
     width = max(map(len, (*predictor.run.class_names, NONE)))
     longest = min(60, max(map(len, files)))

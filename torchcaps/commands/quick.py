@@ -58,7 +58,7 @@ def _train(row: Row, folder: Path, data: Any, device: str) -> int:
 
     print("\n".join(described(row)), flush=True)
     run = train(row.recipe, out=folder, data=data, device=device, resume=True)
-    write_json(folder / "row.json", {"name": row.name, "table": row.table, "row": row.row})
+    write_json(folder / "row.json", row.about())
     if run.finished:
         return 0
     print(f"saved at step {run.step}; the same command goes on", file=sys.stderr, flush=True)

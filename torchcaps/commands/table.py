@@ -125,10 +125,9 @@ def _results(table: str, where: str) -> list[Result]:
         if not Path(where).exists():
             raise ValueError(f"there are no results in {where}: no such file or folder")
         return read(where)
-    if in_checkout():
-        return read("results")
     name = f"{table}.jsonl"
-    places = [Path(name), Path("results", name), Path("runs", name), *sorted(Path("runs").glob(f"*/{name}"))]
+    places = [Path("results")] if in_checkout() else [Path(name), Path("results", name)]
+    places += [Path("runs", name), *sorted(Path("runs").glob(f"*/{name}"))]
     return [line for place in places for line in read(place)]
 
 

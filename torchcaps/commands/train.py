@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ def train_row(
     chosen = choose(row, changes)
     if weigh:
         chosen = balanced(chosen)
+    chosen = replace(chosen, settings=settings)
     parent = Path(out) if out else run_folder(chosen)
     numbers = range(seed, seed + (seeds or 1))
     alone = bool(out) and seeds is None

@@ -23,13 +23,21 @@ TAG = 40  # letters of a run folder's name that say what differs from the row
 
 @dataclass(frozen=True)
 class Row:
-    """What is to be trained: `name` as it was asked for, `plain` as the table has it, `recipe` with all changes."""
+    """What is to be trained: `name` as it was asked for, `plain` as the table has it, `recipe` with all changes.
+
+    `settings` are the changes as they were asked for, FIELD=VALUE each.
+    """
 
     name: str
     table: str
     row: str
     plain: Recipe
     recipe: Recipe
+    settings: tuple[str, ...] = ()
+
+    def about(self) -> dict[str, Any]:
+        """What a run folder says of where it belongs and how to go on with it."""
+        return {"name": self.name, "table": self.table, "row": self.row, "settings": list(self.settings)}
 
 
 def with_fields(words: Sequence[str], command: Callable[..., int]) -> list[str]:
@@ -126,7 +134,7 @@ def described(row: Row) -> list[str]:
     lines = [
         f"{row.name}: {recipe.model} {options}".rstrip() + f" on {recipe.data} {_pairs(recipe.data_args)}".rstrip(),
         f"  {loss}; {recipe.optimizer}, lr {recipe.lr:g}{schedule}",
-        f"  {recipe.epochs} epochs{epoch} in batches of {recipe.batch_size}{more}",
+        f"  {recipe.epochs} epoch{'s' * (recipe.epochs > 1)}{epoch} in batches of {recipe.batch_size}{more}",
     ]
     if recipe.reported:
         lines.append(f"  the paper: {metric_name(recipe)} {recipe.reported}")
@@ -148,7 +156,8 @@ def headline(result: Result, recipe: Recipe) -> str:
     elif metric == "loss":
         words = f"loss {value:.4f}"
     else:
-        words = f"test {metric.replace('_', ' ')} {value:.2f} % ± {100 * result.test['standard_error']:.2f}"
+        spread = f" ± {100 * result.test['standard_error']:.2f}" if recipes.is_share_of_images(metric) else ""
+        words = f"test {metric.replace('_', ' ')} {value:.2f} %{spread}"
     return words + (f" (the paper: {recipe.reported})" if recipe.reported else "")
 
 

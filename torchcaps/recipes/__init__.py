@@ -155,6 +155,11 @@ def with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     return replace(recipe, **changes)
 
 
+def is_share_of_images(metric: str) -> bool:
+    """Whether it counts images that are right or wrong, so that a binomial's standard error goes with it."""
+    return metric.removeprefix("ensemble_").removeprefix("exact_match_") in ("error", "accuracy")
+
+
 def tables() -> dict[str, ModuleType]:
     """Every table's file by its name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
