@@ -142,7 +142,9 @@ def test_killed_at_any_write_the_next_call_goes_on(folder, name, monkeypatch):
     (stored,) = read(folder.parent / "results.jsonl")
     assert stored.line() == line.line()
     assert (360 in looks) == (name in ("validation.json", "predictions.safetensors", "test.json"))
-    assert line.test_reads == 1
+    assert line.test_reads == (
+        2 if name in ("predictions.safetensors", "test.json") else 1
+    )  # a reading cut short counts
 
 
 def test_a_results_file_that_cannot_be_written(folder, monkeypatch):

@@ -97,23 +97,28 @@ def validate(opened: Opened, data: DataSet) -> dict[str, Any]:
 def read_test(
     opened: Opened, data: DataSet, validated: dict[str, Any], reads: int = 1, images: int | None = None
 ) -> dict[str, Any]:
-    """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen."""
+    """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen.
+
+    A reading that was cut short before its figures were written counts all the same.
+    """
     folder, recipe = opened.folder, opened.recipe
     epochs = len(next(iter(read_curves(folder / "metrics.csv").values())))
     last = _last(opened) if opened.epoch != epochs else None  # before the test set is read, as it may not be there
+    begun = (read_json(folder / "reading.json") or {"begun": 0})["begun"]
+    write_json(folder / "reading.json", {"begun": begun + 1})
     predictions = look(opened.model, data.test, data, recipe, images)
     found: dict[str, Any] = {
-        "reads": reads,
+        "reads": reads + begun,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "epoch": opened.epoch,
         "threshold": validated["threshold"],
-        "figures": _of(predictions, data.test),
+        "figures": figures_of(predictions, data.test),
         "last": None,
     }
     if data.familiar is not None:
         found["figures"]["familiar"] = figures(look(opened.model, data.familiar, data, recipe, images))
     if last is not None:
-        found["last"] = _of(look(last, data.test, data, recipe, images), data.test)
+        found["last"] = figures_of(look(last, data.test, data, recipe, images), data.test)
     save_predictions(folder / "predictions.safetensors", predictions, opened)
     write_json(folder / "test.json", found)
     return found
@@ -144,7 +149,8 @@ def look(
     return predict(model, batches.epoch(0))
 
 
-def _of(predictions: Predictions, split: Split) -> Figures:
+def figures_of(predictions: Predictions, split: Split) -> Figures:
+    """With the size of the split where the predictions are of a sample."""
     found = figures(predictions)
     return found if found["images"] == len(split) else {**found, "sampled_from": len(split)}
 

@@ -43,7 +43,7 @@ CHECK_EVERY = 100  # steps after which an accelerator is asked whether all losse
 
 
 class Interrupted(Exception):
-    """A signal came while something was under way that can be done again."""
+    """By which signal, while something was under way that can be done again."""
 
 
 def train(
@@ -140,9 +140,9 @@ def loop(session: Session, limit: int | None, save_every: float) -> str:
                 return stopped
         try:
             end_epoch(session)
-        except Interrupted:
+        except Interrupted as stop:
             session.save()
-            return session.stop[0]
+            return str(stop)
     session.save()
     return ""
 
@@ -179,8 +179,9 @@ def validation_error(session: Session, batches: Batches) -> float:
 
     def until_stopped() -> Iterator[Batch]:
         for batch in batches.epoch(0):
-            if session.stop and session.fabric.world_size == 1:
-                raise Interrupted
+            stopped, _ = session.ranks.agreed(session.stop[0] if session.stop else "", False)
+            if stopped:
+                raise Interrupted(stopped)
             yield batch
 
     network, ema = session.network, session.step.ema

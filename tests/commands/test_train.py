@@ -175,10 +175,10 @@ def test_variants_do_not_collide_and_settings_as_in_the_row_change_nothing():
     assert folder(note="../../up") == "runs/quick-digits-note-..-..-up"
 
 
-def test_results_are_in_a_checkout_or_beside_the_run(monkeypatch):
+def test_results_are_beside_the_run_so_that_none_is_published_by_chance(monkeypatch):
     assert results_file("quick", Path("runs/a/seed-0")) == Path("runs/a/quick.jsonl")
     monkeypatch.chdir(ROOT)
-    assert results_file("quick", Path("runs/a/seed-0")) == Path("results/quick.jsonl")
+    assert results_file("quick", Path("runs/a/seed-0")) == Path("runs/a/quick.jsonl")
 
 
 def test_the_headline_has_the_papers_number_beside_ours():

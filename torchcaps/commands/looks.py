@@ -15,7 +15,7 @@ from torchcaps import checkpoint, evaluate
 from torchcaps.commands.words import percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
-from torchcaps.finish import append_line, finish, load_predictions, look, result_of
+from torchcaps.finish import append_line, figures_of, finish, load_predictions, look, result_of
 from torchcaps.prepare import load_data
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result, read
@@ -127,7 +127,7 @@ def further(folder: Path, ask: Ask) -> Found:
             return _found(folder, ask, known, opened.epoch, True)
         recipe = ask.recipe(opened.recipe)
         data = load_data(recipe)
-        found = figures(look(opened.model, data.test, data, recipe, ask.images))
+        found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
         note_look(folder, ask.key(), found)
         if ask.images is None:
             table, row = name_of(folder)
@@ -193,8 +193,8 @@ def note_look(folder: Path, key: dict[str, Any], found: Figures) -> None:
 
 
 def reads_of(folder: Path) -> int:
-    """How often the test set has been read for a run."""
-    return (folder / "test.json").exists() + len(looks(folder))
+    """How often the test set has been read for a run, readings that were cut short among them."""
+    return (read_json(folder / "reading.json") or {"begun": 0})["begun"] + len(looks(folder))
 
 
 def _found(folder: Path, ask: Ask, found: Figures, epoch: int | None, stored: bool) -> Found:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from torchcaps import checkpoint, recipes, tables
-from torchcaps.commands.words import OWN, in_checkout, metric_name
+from torchcaps.commands.words import OWN, metric_name
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, read
 
@@ -126,8 +126,7 @@ def _results(table: str, where: str) -> list[Result]:
             raise ValueError(f"there are no results in {where}: no such file or folder")
         return read(where)
     name = f"{table}.jsonl"
-    places = [Path("results")] if in_checkout() else [Path(name), Path("results", name)]
-    places += [Path("runs", name), *sorted(Path("runs").glob(f"*/{name}"))]
+    places = [Path(name), Path("results"), Path("runs", name), *sorted(Path("runs").glob(f"*/{name}"))]
     return [line for place in places for line in read(place)]
 
 

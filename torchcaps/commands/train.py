@@ -47,7 +47,7 @@ def train_row(
         deterministic: use only algorithms that give the same bits each time.
         limit: pause after this step.
         save_every: seconds between two checkpoints.
-        results: the file that gets the run's line; results/TABLE.jsonl in a checkout, else TABLE.jsonl beside the run.
+        results: the file that gets the run's line, if not TABLE.jsonl beside the run's folder.
         no_test: leave the test set unread; torchcaps evaluate reads it later.
         test_images: test on so many images only; of generated test sets 100,000 are taken if this is not given.
         settings: a field of the recipe by its name, as lr=1e-3; --lr 1e-3 is the same.

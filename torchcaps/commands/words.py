@@ -106,12 +106,8 @@ def run_folder(row: Row) -> Path:
 
 
 def results_file(table: str, folder: Path) -> Path:
-    """results/TABLE.jsonl in a checkout of torchcaps, else TABLE.jsonl beside the run's folder."""
-    return (Path("results") if in_checkout() else folder.parent) / f"{table}.jsonl"
-
-
-def in_checkout() -> bool:
-    return Path("torchcaps", "recipes", "__init__.py").exists() and Path("pyproject.toml").exists()
+    """TABLE.jsonl beside the run's folder. What is to be published goes to results/ by --results."""
+    return folder.parent / f"{table}.jsonl"
 
 
 def described(row: Row) -> list[str]:
