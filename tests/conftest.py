@@ -5,7 +5,18 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bfloat16 cras
 import pytest
 import torch
 
+from torchcaps import prepare
+
+CREATE_MODEL = prepare.create_model
+
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def presets():
+    """Tests may put a network of their own in the place of all presets, for the time of one test."""
+    yield
+    prepare.create_model = CREATE_MODEL

@@ -115,8 +115,7 @@ def alone(recipe, seed, out, **options):
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setattr(prepare, "create_model", prepare.create_model)  # which `small` and `alone` replace
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
