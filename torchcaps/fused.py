@@ -19,8 +19,9 @@ def backend(name: str) -> Iterator[None]:
     """Within it, routings run on that backend.
 
     Args:
-        name: "auto" is Triton on CUDA and PyTorch elsewhere; "torch", which also returns the coupling; or "triton", on
-            a CPU too where TRITON_INTERPRET=1. Votes that cannot run fused run on PyTorch, which is logged once.
+        name: "auto" is Triton on CUDA, pieces that stay in the cache on a CPU, and the formulas in PyTorch elsewhere;
+            "torch" is these formulas, which also return the coupling; "triton" runs on a CPU too where
+            TRITON_INTERPRET=1. Votes that cannot run fused run on PyTorch, which is logged once.
     """
     global _backend
     if name not in BACKENDS:

@@ -163,3 +163,22 @@ def test_what_runs_here():
     assert not votes_cpu.fits(make(*(x.to("meta") for x in large)))
     assert not votes_cpu.fits(Votes.of(torch.randn(64, 512, 10, 16)))
     assert not torch.func.vmap(lambda poses: torch.tensor(votes_cpu.fits(make(poses, large[1]))))(large[0][None]).any()
+
+
+@pytest.mark.parametrize("name", ["agreement_step", "mixture", "gaussian_fit", "gaussian_log_density"])
+def test_large_votes_come_here_by_themselves(name, monkeypatch):
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    votes, parents = Votes(torch.randn(2, 3, 4), torch.randn(3, 4, 5, 6)), torch.rand(2, 5, 6) + 0.1
+    calls, own = [], getattr(votes_cpu, name)
+    monkeypatch.setattr(votes_cpu, name, lambda *args, **options: (calls.append(1), own(*args, **options))[1])
+    ask = {
+        "agreement_step": lambda: ops.agreement_step(votes, parents),
+        "mixture": lambda: votes.mixture(torch.rand(2, 3, 5)),
+        "gaussian_fit": lambda: ops.gaussian_fit(votes, torch.rand(2, 3, 5)),
+        "gaussian_log_density": lambda: ops.gaussian_log_density(votes, parents, parents),
+    }[name]
+    ask()
+    assert calls == [1]
+    with ops.backend("torch"):
+        ask()
+    assert calls == [1]

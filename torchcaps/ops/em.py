@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from torchcaps.ops.backend import runs_fused
+from torchcaps.ops import votes_cpu
+from torchcaps.ops.backend import runs_fused, runs_in_cache
 from torchcaps.ops.votes import Votes, mix
 
 
@@ -55,6 +56,8 @@ def gaussian_fit(votes: Votes | Tensor, weights: Tensor) -> tuple[Tensor, Tensor
         from torchcaps.ops.em_triton import fused_fit
 
         return fused_fit(votes, weights)
+    if runs_in_cache(votes):
+        return votes_cpu.gaussian_fit(votes, weights)
     mass = weights.sum(-2)
     share = weights / mass.clamp(min=1e-7)[..., None, :]
     mean = votes.mixture(share)
@@ -64,7 +67,10 @@ def gaussian_fit(votes: Votes | Tensor, weights: Tensor) -> tuple[Tensor, Tensor
 
 def gaussian_log_density(votes: Votes | Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Shapes: votes [..., i, j, d], mean and variance [..., j, d] -> [..., i, j]"""
-    _, density = Votes.of(votes).sweep(_log_density, windows=[mean, variance], recompute=True)
+    votes = Votes.of(votes)
+    if runs_in_cache(votes):
+        return votes_cpu.gaussian_log_density(votes, mean, variance)
+    _, density = votes.sweep(_log_density, windows=[mean, variance], recompute=True)
     return density
 
 
