@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from tests.test_checkpoint import Failing
-from tests.test_train import RECIPE, few_digits, outcome, tiny
-from torchcaps import checkpoint
-from torchcaps.checkpoint import CheckpointError, fingerprint, latest
+from tests.train.test_checkpoint import Failing
+from tests.train.test_train import RECIPE, few_digits, outcome, tiny
+from torchcaps.train import checkpoint
+from torchcaps.train.checkpoint import CheckpointError, fingerprint, latest
 
 KILLS, SAVE_KILLS, BITS = (
     int(os.environ.get(f"TORCHCAPS_{word}", usual))

@@ -26,15 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchcaps import create_model, recipes
-from torchcaps.capture import WARM_UP, Captured, own_stream
 from torchcaps.data import Batch, DataSet
 from torchcaps.data.protocols import bind, find
 from torchcaps.data.splits import Stored
 from torchcaps.layers import conv_stem
-from torchcaps.optim import create_optimizer
-from torchcaps.prepare import create_fabric, create_network, numerics, training_batches
 from torchcaps.recipes import Recipe
-from torchcaps.step import Step
+from torchcaps.train.capture import WARM_UP, Captured, own_stream
+from torchcaps.train.optim import create_optimizer
+from torchcaps.train.prepare import create_fabric, create_network, numerics, training_batches
+from torchcaps.train.step import Step
 
 STEPS = 30  # whose losses are compared
 SAME = {"32": 1e-3, "tf32": 1e-2, "bf16": 5e-2}  # of the loss, after so many steps of accumulated rounding

@@ -22,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchcaps import recipes
-from torchcaps.capture import own_stream
 from torchcaps.data import Batch, DataSet
 from torchcaps.data.protocols import bind, find
 from torchcaps.data.splits import Stored
-from torchcaps.optim import create_optimizer
-from torchcaps.prepare import create_fabric, create_network, numerics, training_batches
 from torchcaps.recipes import Recipe
-from torchcaps.replicas import ReplicaBatches, ReplicaStep
-from torchcaps.stacked import Stack
-from torchcaps.step import Step
+from torchcaps.train.capture import own_stream
+from torchcaps.train.optim import create_optimizer
+from torchcaps.train.prepare import create_fabric, create_network, numerics, training_batches
+from torchcaps.train.replicas import ReplicaBatches, ReplicaStep
+from torchcaps.train.stacked import Stack
+from torchcaps.train.step import Step
 
 ROW = recipes.find("mazzia2021_table2:efficient")
 EPOCH = 3750  # steps of 16 images

@@ -5,7 +5,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bfloat16 cras
 import pytest
 import torch
 
-from torchcaps import prepare
+from torchcaps.train import prepare
 
 CREATE_MODEL = prepare.create_model
 

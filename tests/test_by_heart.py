@@ -124,7 +124,7 @@ def test_32_images_are_learnt_by_heart(name, tmp_path, monkeypatch):
         pytest.skip(f"is too large: {needs}")
     if (other := twin(name)) != name:
         pytest.skip(f"is {other} here")
-    monkeypatch.setattr("torchcaps.train.routing_log", lambda network, images: {"layers": {}})  # as long as a step
+    monkeypatch.setattr("torchcaps.train.loop.routing_log", lambda network, images: {"layers": {}})  # as long as a step
     channels, side, _ = options["image"]
     digits = load("digits").train
     few = Stored(digits.images[:32, None].repeat(1, channels, 1, 1), digits.labels[:32], digits.class_names)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchcaps.power import joules
+from torchcaps.train.power import joules
 
 
 class Driver:

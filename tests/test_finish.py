@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import torchcaps.finish as ending
-from torchcaps import checkpoint, recipes
+from torchcaps import recipes
 from torchcaps.data import DataSet, load
 from torchcaps.finish import finish, load_predictions, look
 from torchcaps.predictor import choose_threshold
 from torchcaps.results import read
 from torchcaps.runs import open_run
-from torchcaps.train import train
+from torchcaps.train import checkpoint, train
 
 CHANGES = {"epochs": "3", "samples": "160", "batch_size": "16", "select": "best", "ema": "0.5", "lr": "0.02"}
 SPOILT = {"schedule": "steps", "schedule_args": '{"milestones": [2], "factor": 5}'}  # the last epoch is not the best

@@ -12,9 +12,9 @@ from torchcaps.data import Stored, load, protocols
 from torchcaps.data.augment import flip
 from torchcaps.data.errors import DataError
 from torchcaps.data.splits import balanced, hold_out
-from torchcaps.prepare import load_data
 from torchcaps.recipes import from_dict, with_overrides
 from torchcaps.train import train
+from torchcaps.train.prepare import load_data
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from torchcaps import checkpoint, recipes
+from torchcaps import recipes
 from torchcaps.data import DataSet, Stored, load
 from torchcaps.data.augment import resize
-from torchcaps.progress import Silent
-from torchcaps.train import train
+from torchcaps.train import checkpoint, train
+from torchcaps.train.progress import Silent
 
 VALUES = Path(__file__).with_name("pinned.json")
 STEPS = 20

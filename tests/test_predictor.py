@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchcaps import checkpoint, recipes
+from torchcaps import recipes
 from torchcaps.data import DataSet, Stored, protocols
 from torchcaps.data.errors import DataError
 from torchcaps.evaluate import Predictions
@@ -22,6 +22,7 @@ from torchcaps.models.registry import create_model
 from torchcaps.predictor import Named, Predictor, choose_threshold, raw_image, steps_of
 from torchcaps.recipes import Recipe, find
 from torchcaps.runs import Opened
+from torchcaps.train import checkpoint
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchcaps import checkpoint
 from torchcaps.data import DataSet, Stored, load
 from torchcaps.evaluate import Predictions, figures, predict
 from torchcaps.models import create_model
 from torchcaps.models.heads import ActivationHead, LengthHead, LogitHead
 from torchcaps.recipes import Recipe
-from torchcaps.report import chosen, lengths, write_report
+from torchcaps.report.report import chosen, lengths, write_report
 from torchcaps.results import Result
+from torchcaps.train import checkpoint
 
 SMALL = {"first_kernel": 2, "strides": [1, 1, 1, 1]}
 
@@ -258,7 +258,7 @@ def test_the_first_mistake_shown_is_the_worst(tmp_path, monkeypatch):
         shown.append(cases)
         return real(cases, names, **options)
 
-    from torchcaps import report
+    from torchcaps.report import report
 
     real = report.figures.mistakes
     monkeypatch.setattr(report.figures, "mistakes", note)

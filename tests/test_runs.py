@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from torchcaps import checkpoint, recipes
+from torchcaps import recipes
 from torchcaps.data import batches_for
 from torchcaps.evaluate import headline_error, predict
 from torchcaps.runs import open_run, pick_device, read_recipe, read_threshold
-from torchcaps.train import train
+from torchcaps.train import checkpoint, train
 
 CHANGES = {"epochs": "2", "samples": "64", "batch_size": "16", "keep_epochs": "1"}
 

@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from torchcaps import checkpoint
 from torchcaps.data import DataSet, Split, batches_for
 from torchcaps.evaluate import Figures, Predictions, figures, predict
-from torchcaps.folder import Run
 from torchcaps.predictor import choose_threshold
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, read
 from torchcaps.runs import Opened, open_run, read_json, write_json
+from torchcaps.train import checkpoint
+from torchcaps.train.folder import Run
 
 MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
 NO_FIGURES = "there is no report, as matplotlib is missing: pip install 'torchcaps[figures]'"

@@ -59,7 +59,7 @@ def layer_norm(
     """
     dtype = poses.dtype if dtype is None else dtype
     if _fuses(poses):
-        from torchcaps.rows_triton import layer_norm as fused
+        from torchcaps.fused.rows_triton import layer_norm as fused
 
         return fused(poses, weight, bias, eps, dtype)
     return F.layer_norm(widen(poses), poses.shape[-1:], widen(weight), widen(bias), eps).to(dtype)
@@ -69,13 +69,13 @@ def _fuses(rows: Tensor) -> bool:
     """Whether there is a kernel for these short rows here."""
     if not wanted(rows.device) or not has_triton():
         return False
-    from torchcaps.rows_triton import takes
+    from torchcaps.fused.rows_triton import takes
 
     return takes(rows)
 
 
 def _fused(rows: Tensor, kind: str) -> Tensor:
-    from torchcaps.rows_triton import squashed
+    from torchcaps.fused.rows_triton import squashed
 
     return squashed(rows, kind)
 

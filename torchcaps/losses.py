@@ -40,7 +40,7 @@ def margin_loss(
     _check_one_of("scale", scale, "paper", "official")
     _check_scores("lengths", lengths, labels, class_weights)
     if wanted(lengths.device) and has_triton():
-        from torchcaps import losses_triton
+        from torchcaps.fused import losses_triton
 
         if losses_triton.takes_margin(lengths):
             over = 1 / len(lengths) if scale == "paper" else 0.5 / lengths.numel()
@@ -112,7 +112,7 @@ def reconstruction_loss(
         if labels.shape[1] != shape[1]:
             raise ValueError(f"labels must be {shape[:2]}, one for each picture, got {list(labels.shape)}")
     if wanted(reconstruction.device) and has_triton():
-        from torchcaps import losses_triton
+        from torchcaps.fused import losses_triton
 
         if losses_triton.takes_reconstruction(reconstruction, target):
             over = 1 / (shape[0] * (1 if reduction == "sum" else math.prod(shape[2:])))
@@ -205,8 +205,7 @@ def cross_entropy(
     Shapes: logits [b, j], labels [b] or [b, k], class_weights [j] -> []
     """
     _check_scores("logits", logits, labels, class_weights)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+    _check_smoothing(label_smoothing)
     log_p = widen(logits).log_softmax(dim=1)
     present = multi_hot(labels, logits.shape[1])
     labelled = present.any(dim=1, keepdim=True)
@@ -217,14 +216,19 @@ def cross_entropy(
     return -(weights * smooth * log_p).sum() / torch.where(total > 0, total, 1)
 
 
-def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def binary_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Cross entropy of each class by itself (Tsai, for several objects), the mean over classes as over images.
+
+    Args:
+        label_smoothing: a class that is present counts as 1 - label_smoothing / 2, another as label_smoothing / 2.
 
     Shapes: logits [b, j], labels [b] or [b, k] -> []
     """
     _check_scores("logits", logits, labels)
+    _check_smoothing(label_smoothing)
     logits = widen(logits)
-    return F.binary_cross_entropy_with_logits(logits, multi_hot(labels, logits.shape[1]).to(logits.dtype))
+    present = multi_hot(labels, logits.shape[1]).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, (1 - label_smoothing) * present + label_smoothing / 2)
 
 
 def multi_hot(labels: Tensor, classes: int) -> Tensor:
@@ -260,6 +264,11 @@ def _euclidean_distances(x: Tensor, y: Tensor) -> Tensor:
 def _check_one_of(name: str, value: str, *allowed: str) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _check_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
 
 
 def _check_scores(name: str, scores: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchcaps import checkpoint, recipes
+from torchcaps import recipes
 from torchcaps.data import DataSet
 from torchcaps.models import create_model
-from torchcaps.prepare import load_data
 from torchcaps.recipes import Recipe
+from torchcaps.train import checkpoint
+from torchcaps.train.prepare import load_data
 
 
 @dataclass

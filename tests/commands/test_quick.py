@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 import torchcaps.train as engine
-from torchcaps import cli, prepare
+from torchcaps import cli
 from torchcaps.commands import quick
 from torchcaps.data import DataError
 from torchcaps.data.errors import NotWritten
 from torchcaps.recipes import quick as table
+from torchcaps.train import prepare
 
 
 @pytest.fixture(autouse=True)

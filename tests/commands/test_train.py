@@ -16,9 +16,9 @@ from torchcaps.commands.job import balanced_weights
 from torchcaps.commands.train import train_row
 from torchcaps.commands.words import Row, choose, headline, results_file, run_folder, with_fields
 from torchcaps.data import DataSet, Stored
-from torchcaps.folder import Run
 from torchcaps.results import Result, read
 from torchcaps.train import train
+from torchcaps.train.folder import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def test_seeds_together_are_each_finished_and_one_that_fails_is_named(small, cap
         runs[1].finished, runs[1].stopped = False, "the loss is not finite at step 3"
         return runs
 
-    monkeypatch.setattr("torchcaps.together.train_together", one_by_one)
+    monkeypatch.setattr("torchcaps.train.together.train_together", one_by_one)
     words = ["train", "quick:digits", *small, "--out", "many", "--seeds", "2", "--together"]
     assert main(words) == 2
     out, err = capsys.readouterr()

@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchcaps import checkpoint, prepare, recipes
+from torchcaps import recipes
 from torchcaps.data import Stored, batches_for, formats, sets
 from torchcaps.data.augment import resize
-from torchcaps.progress import Silent
-from torchcaps.train import train
+from torchcaps.train import checkpoint, prepare, train
+from torchcaps.train.progress import Silent
 
 SMALLER = {"capnet_dynamic_cifar10": 8, "capnet_em_cifar10": 8, "encapnet": 16}
 if os.environ.get("TORCHCAPS_LARGE"):

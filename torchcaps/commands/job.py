@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchcaps import checkpoint
 from torchcaps.commands.train import CODES
 from torchcaps.commands.words import Row, described, figure, headline, metric_name
 from torchcaps.data import DataSet
 from torchcaps.finish import finish, validate
-from torchcaps.folder import Run, open_folder
 from torchcaps.models import create_model
-from torchcaps.optim import create_optimizer, learning_rate
-from torchcaps.prepare import check, create_fabric, load_data, training_batches
 from torchcaps.results import Result, read
 from torchcaps.runs import open_run, read_json, read_recipe, write_json
-from torchcaps.train import train
+from torchcaps.train import checkpoint, train
+from torchcaps.train.folder import Run, open_folder
+from torchcaps.train.optim import create_optimizer, learning_rate
+from torchcaps.train.prepare import check, create_fabric, load_data, training_batches
 
 GO_ON = "the same command with --resume goes on"
 PAUSES = (*CODES, "limit", "another rank")
@@ -62,7 +61,7 @@ class Job:
         figures: list[Result] = []
         failed: list[int] = []
         if together and waiting:
-            from torchcaps.together import train_together
+            from torchcaps.train.together import train_together
 
             with self.explained():
                 runs = train_together(recipe, waiting, out=self.folders[waiting[0]].parent, data=data, **options)

@@ -11,15 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchcaps import checkpoint, evaluate
+from torchcaps import evaluate
 from torchcaps.commands.words import percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.finish import append_line, figures_of, finish, load_predictions, look, result_of
-from torchcaps.prepare import load_data
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result, read
 from torchcaps.runs import Opened, check_finished, check_run, open_run, read_json, read_recipe, write_json
+from torchcaps.train import checkpoint
+from torchcaps.train.prepare import load_data
 
 
 @dataclass

@@ -25,8 +25,8 @@ def quick(*, out: str = "runs", device: str = "auto") -> int:
     """
     from torchcaps.data.errors import DataError, NotWritten
     from torchcaps.finish import finish
-    from torchcaps.folder import open_folder
-    from torchcaps.prepare import load_data
+    from torchcaps.train.folder import open_folder
+    from torchcaps.train.prepare import load_data
 
     row, data = choose(FIRST, {}), None
     folder = _folder(row, out)

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torchcaps import checkpoint, recipes, tables
+from torchcaps import recipes, tables
 from torchcaps.commands.words import OWN, metric_name
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, read
+from torchcaps.train import checkpoint
 
 WIDE = 200  # columns where there is no terminal to ask
 

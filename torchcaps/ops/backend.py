@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from torchcaps import fused
-from torchcaps.fused import backend, has_triton, wanted
+from torchcaps.fused import backend, has_triton, switch, wanted
 from torchcaps.ops.votes import StoredVotes, Votes
 
 __all__ = ["backend", "runs_fused", "runs_in_cache"]
@@ -32,7 +31,7 @@ def runs_in_cache(votes: Votes) -> bool:
     """Whether votes on a CPU are made piece by piece, each of which stays in the cache."""
     from torchcaps.ops.votes_cpu import fits
 
-    return fused._backend == "auto" and fits(votes)
+    return switch._backend == "auto" and fits(votes)
 
 
 def _say_once(reason: str) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 
-from torchcaps import checkpoint
-from torchcaps.capture import own_stream
 from torchcaps.data import Batch, Batches, DataSet
 from torchcaps.evaluate import Predictions, headline_error, predict
-from torchcaps.folder import Folder, Run, open_folder
-from torchcaps.optim import learning_rate
-from torchcaps.prepare import (
+from torchcaps.recipes import Recipe
+from torchcaps.train import checkpoint
+from torchcaps.train.capture import own_stream
+from torchcaps.train.folder import Folder, Run, open_folder
+from torchcaps.train.optim import learning_rate
+from torchcaps.train.prepare import (
     RunError,
     check,
     create_fabric,
@@ -33,11 +34,10 @@ from torchcaps.prepare import (
     on_first_rank,
     signals,
 )
-from torchcaps.progress import Board, Log, Silent, for_terminal
-from torchcaps.ranks import Ranks
-from torchcaps.recipes import Recipe
-from torchcaps.routing_log import routing_log
-from torchcaps.session import Session
+from torchcaps.train.progress import Board, Log, Silent, for_terminal
+from torchcaps.train.ranks import Ranks
+from torchcaps.train.routing_log import routing_log
+from torchcaps.train.session import Session
 
 CHECK_EVERY = 100  # steps after which an accelerator is asked whether all losses were finite
 

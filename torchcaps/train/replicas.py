@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchcaps.capture import Say
 from torchcaps.data import Batch, Batches, DataSet
 from torchcaps.data.stream import StreamedBatches
-from torchcaps.fabric import Fabric
-from torchcaps.prepare import seed_of, training_batches
 from torchcaps.recipes import Recipe
-from torchcaps.stacked import Stack
-from torchcaps.step import Step, Tally, cut, loss_terms
+from torchcaps.train.capture import Say
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.prepare import seed_of, training_batches
+from torchcaps.train.stacked import Stack
+from torchcaps.train.step import Step, Tally, cut, mixed, mixup_share
 
 DRAWN = 64 << 20  # bytes of images drawn and augmented in one call on a fast device
 
@@ -122,10 +122,16 @@ class ReplicaStep(Step):
         )
         self.seeds, self.stack = tuple(seeds), stack
         self.tally: Tallies = Tallies(fabric.device)
+        self.share: Tensor = torch.ones(1, len(seeds), device=fabric.device)
 
     def __call__(self, batch: Batch, step: int) -> dict[str, Tensor]:
         self.stack.seed([seed_of(seed, step, 0) for seed in self.seeds])
         return super().__call__(batch, step)
+
+    def set_share(self, step: int) -> None:
+        if self.recipe.mixup:
+            shares = [mixup_share(self.recipe.mixup, seed, step) for seed in self.seeds]
+            self.share.copy_(torch.tensor([shares]))
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         recipe = self.recipe
@@ -149,16 +155,19 @@ class ReplicaStep(Step):
         """The loss terms of all replicas. Shapes: -> [r, t]"""
         precision = self.fabric.strategy.precision
 
-        def work(network: Any, images: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
+        def work(network: Any, share: Tensor, images: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
+            share = share.squeeze()
+            if self.recipe.mixup:
+                images = mixed(images, share)
             with self.fabric.autocast():
                 output = network(images, labels)
             output = precision.convert_output(output)
             part = Batch(images, labels, targets)
-            terms = loss_terms(self.recipe, output, part, margin=self.margin, class_weights=self.class_weights)
+            terms = self.terms_from(output, part, self.margin, share)
             self.names = tuple(terms)
             return torch.stack(list(terms.values()))
 
-        return self.stack(work, *(x for x in batch if x is not None))
+        return self.stack(work, self.share, *(x for x in batch if x is not None))
 
 
 def clip_norms(parameters: Any, most: float) -> None:

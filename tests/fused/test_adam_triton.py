@@ -43,7 +43,7 @@ def trained(make, dtype, steps=6, **options):
 
 @pytest.fixture
 def small(monkeypatch):
-    from torchcaps import adam_triton
+    from torchcaps.fused import adam_triton
 
     monkeypatch.setattr(adam_triton, "CHUNK", 64)
     return adam_triton.SmallAdam
@@ -87,7 +87,7 @@ def test_it_goes_on_from_a_checkpoint(small):
 
 
 def test_many_weights_go_through_torch(small, monkeypatch):
-    from torchcaps import adam_triton
+    from torchcaps.fused import adam_triton
 
     monkeypatch.setattr(adam_triton, "MOST", 10)
     _, usual = trained(Adam, torch.float32)

@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from torchcaps import checkpoint
 from torchcaps.data import DataSet
-from torchcaps.fabric import Fabric
-from torchcaps.folder import Folder, Progress, Run
-from torchcaps.optim import create_optimizer, learning_rate, load_moments
-from torchcaps.power import Counter
-from torchcaps.prepare import RunError, device_name, validation_batches
-from torchcaps.progress import Log
 from torchcaps.recipes import Recipe
-from torchcaps.replicas import ReplicaBatches, ReplicaStep
-from torchcaps.session import bad_layer
-from torchcaps.stacked import Stack
+from torchcaps.train import checkpoint
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.folder import Folder, Progress, Run
+from torchcaps.train.optim import create_optimizer, learning_rate, load_moments
+from torchcaps.train.power import Counter
+from torchcaps.train.prepare import RunError, device_name, validation_batches
+from torchcaps.train.progress import Log
+from torchcaps.train.replicas import ReplicaBatches, ReplicaStep
+from torchcaps.train.session import bad_layer
+from torchcaps.train.stacked import Stack
 
 ALONE = "train these seeds one after the other, without --together"
 
@@ -55,7 +55,7 @@ class Seeds:
         learning_rate(recipe, 0, len(self.batches))
         stack.train()
         self.try_out(shown)
-        self.optimizer = create_optimizer(recipe, stack.all.parameters(), capture and not stack.drew)
+        self.optimizer = create_optimizer(recipe, stack.all, capture and not stack.drew)
         self.step = ReplicaStep(
             recipe,
             seeds,

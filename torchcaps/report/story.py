@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchcaps import checkpoint, recipes
+from torchcaps import recipes
 from torchcaps.evaluate import Predictions
-from torchcaps.page import Table
 from torchcaps.recipes import Recipe
+from torchcaps.report.page import Table
 from torchcaps.results import Result, environment, from_line, source
 from torchcaps.runs import Opened, open_run, read_json
+from torchcaps.train import checkpoint
 
 PAPER = {  # first words of a table's name
     "sabour2017": "Sabour et al. 2017",

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchcaps import checkpoint, create_model, prepare
-from torchcaps.checkpoint import fingerprint, latest, load_weights
+from torchcaps import create_model
 from torchcaps.data import Batches, DataSet, load
 from torchcaps.data.augment import flip, shift
 from torchcaps.data.generated import MultiMNIST
@@ -24,17 +23,18 @@ from torchcaps.layers import CapsuleStack, Decoder, LinearCaps, PrimaryCaps
 from torchcaps.models.heads import LengthHead
 from torchcaps.models.network import CapsNet
 from torchcaps.ops.votes import vote_budget
-from torchcaps.prepare import RunError, seed_of
 from torchcaps.recipes import Recipe
-from torchcaps.replicas import ReplicaBatches, ReplicaStep, clip_norms
 from torchcaps.routing import DynamicRouting, EMRouting, SelfAttentionRouting
-from torchcaps.seeds import part
-from torchcaps.stacked import Stack
-from torchcaps.together import train_together
-from torchcaps.train import train
+from torchcaps.train import checkpoint, prepare, train
+from torchcaps.train.checkpoint import fingerprint, latest, load_weights
+from torchcaps.train.prepare import RunError, seed_of
+from torchcaps.train.replicas import ReplicaBatches, ReplicaStep, clip_norms
+from torchcaps.train.seeds import part
+from torchcaps.train.stacked import Stack
+from torchcaps.train.together import train_together
 from torchcaps.types import Output
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Small(nn.Module):
@@ -260,7 +260,7 @@ def killed(folder, kills, seed):
 
 def test_kill_9_changes_nothing(tmp_path):
     small(SHORT, [1, 2], tmp_path / "whole")
-    call = f"from tests.test_together import killed; killed({str(tmp_path / 'killed')!r}, 3, 0)"
+    call = f"from tests.train.test_together import killed; killed({str(tmp_path / 'killed')!r}, 3, 0)"
     done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["code"] == 0, done.stderr
@@ -278,9 +278,11 @@ def test_a_signal_saves_and_ends(phase, after, step, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return function(*args, **options)
 
-    path = "torchcaps.step.set_rates" if phase == "step" else "torchcaps.together.Together.validation_errors"
+    path = (
+        "torchcaps.train.step.set_rates" if phase == "step" else "torchcaps.train.together.Together.validation_errors"
+    )
     owner, name = path.rsplit(".", 1)
-    place = sys.modules[owner] if phase == "step" else sys.modules["torchcaps.together"].Together
+    place = sys.modules[owner] if phase == "step" else sys.modules["torchcaps.train.together"].Together
     before = getattr(place, name)
     with monkeypatch.context() as patch:
         patch.setattr(place, name, lambda *args, **options: signalled(before, *args, **options))

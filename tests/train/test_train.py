@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from torchcaps import checkpoint, losses, power, prepare, progress
-from torchcaps.checkpoint import fingerprint, latest, load_weights
+from torchcaps import losses
 from torchcaps.data import Batch, DataSet, load
 from torchcaps.data.augment import resize, shift
-from torchcaps.optim import create_optimizer
-from torchcaps.prepare import RunError, seed_of
-from torchcaps.progress import Lines
 from torchcaps.recipes import Recipe
-from torchcaps.sharded import Gathered, Whole
-from torchcaps.step import cut, loss_terms
-from torchcaps.train import train
+from torchcaps.train import checkpoint, power, prepare, progress, train
+from torchcaps.train.checkpoint import fingerprint, latest, load_weights
+from torchcaps.train.optim import create_optimizer
+from torchcaps.train.prepare import RunError, seed_of
+from torchcaps.train.progress import Lines
+from torchcaps.train.sharded import Gathered, Whole
+from torchcaps.train.step import cut, loss_terms
 from torchcaps.types import Output
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("TORCHCAPS_KILLS", "10"))
 
 
@@ -245,7 +245,7 @@ def test_kill_9_at_random_moments_changes_nothing(tmp_path):
     hits, run = 0, 0
     while hits < KILLS:  # a quick machine ends a run after a few; then another begins
         folder = tmp_path / f"killed{run}"
-        call = f"from tests.test_train import killed; killed({str(folder)!r}, {KILLS - hits}, {run})"
+        call = f"from tests.train.test_train import killed; killed({str(folder)!r}, {KILLS - hits}, {run})"
         done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout.splitlines()[-1])
@@ -271,9 +271,9 @@ def test_a_signal_saves_and_ends(number, phase, tmp_path, monkeypatch):
         return call
 
     where = {
-        "step": ("torchcaps.step.set_rates", 11),
-        "validation": ("torchcaps.train.predict", 2),
-        "save": ("torchcaps.checkpoint.seal", 3),
+        "step": ("torchcaps.train.step.set_rates", 11),
+        "validation": ("torchcaps.train.loop.predict", 2),
+        "save": ("torchcaps.train.checkpoint.seal", 3),
     }
     path, after = where[phase]
     before = signal.getsignal(number)
@@ -483,7 +483,7 @@ def test_gathered_state_is_that_of_one_process():
 def test_bf16_on_a_cpu_needs_nothing_set(tmp_path):
     """On CPUs that advertise AMX it may end the process, unless oneDNN is told before it does anything."""
     call = (
-        "import torch, pathlib, torchcaps, tests.test_train as t\n"
+        "import torch, pathlib, torchcaps, tests.train.test_train as t\n"
         f"run = t.tiny(t.replace(t.RECIPE, epochs=1), pathlib.Path({str(tmp_path)!r}), precision='bf16')\n"
         "assert run.finished"
     )
@@ -512,7 +512,7 @@ def test_a_log_of_routing_that_fails_does_not_end_a_run(tmp_path, monkeypatch):
     def fail(network, images):
         raise RuntimeError("it has no room")
 
-    monkeypatch.setattr(sys.modules["torchcaps.train"], "routing_log", fail)
+    monkeypatch.setattr(sys.modules["torchcaps.train.loop"], "routing_log", fail)
     said = io.StringIO()
     assert tiny(replace(RECIPE, epochs=1), tmp_path, log=Lines(said), tensorboard=False).finished
     assert "routing.jsonl leaves out epoch 1: it has no room" in said.getvalue()
@@ -643,13 +643,13 @@ def in_two_ranks(folder):
     tiny(recipe, folder / "two", limit=11)
     tiny(recipe, folder / "two", resume=True)
     if os.environ["RANK"] == "1":
-        sys.modules["torchcaps.step"].set_rates = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        sys.modules["torchcaps.train.step"].set_rates = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tiny(recipe, folder / "dead")
 
 
 def test_two_processes_give_the_curve_of_one_and_end_together(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    call = f"import pathlib, tests.test_train as t; t.in_two_ranks(pathlib.Path({str(tmp_path)!r}))"
+    call = f"import pathlib, tests.train.test_train as t; t.in_two_ranks(pathlib.Path({str(tmp_path)!r}))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*launch, sys.executable, "-c", call]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60)

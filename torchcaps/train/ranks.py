@@ -22,8 +22,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from torchcaps.fabric import Fabric
-from torchcaps.prepare import RunError, on_first_rank
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.prepare import RunError, on_first_rank
 
 LOOK_EVERY = 2.0  # seconds
 PATIENCE = 10.0  # seconds after which a process that waits for a lost rank is ended

@@ -1,12 +1,14 @@
 """One update of the weights: forward, loss terms, backward, clipping, optimiser, averages.
 
-What changes from step to step (the seed, the learning rate, the spread loss's margin) is set before `Step.update`, and
-what remains is the same at every step and asks the device nothing. So a CUDA graph can hold all of it: see capture.py.
+What changes from step to step (the seed, the learning rate, the spread loss's margin, mixup's share) is set before
+`Step.update`, and what remains is the same at every step and asks the device nothing. So a CUDA graph can hold all of
+it: see capture.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchcaps import losses
-from torchcaps.capture import Captured, Compiled, Say
 from torchcaps.data import Batch
-from torchcaps.fabric import Fabric
-from torchcaps.optim import EMA, set_rates
-from torchcaps.prepare import seed_of
 from torchcaps.recipes import Recipe
+from torchcaps.train.capture import Captured, Compiled, Say
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.optim import EMA, set_rates
+from torchcaps.train.prepare import seed_of
 from torchcaps.types import Output
 
 
@@ -55,6 +57,7 @@ class Step:
         self.tally = Tally(fabric.device)
         on_device = (capture or compiled) and recipe.loss == "spread"
         self.margin = torch.zeros((), device=fabric.device) if on_device else 0.0
+        self.share: float | Tensor = torch.ones((), device=fabric.device) if recipe.mixup else 1.0
         self.class_weights = (
             None if recipe.class_weights is None else torch.tensor(recipe.class_weights, device=fabric.device)
         )
@@ -68,11 +71,17 @@ class Step:
         if self.recipe.loss == "spread":
             margin = losses.spread_margin(step)
             self.margin = self.margin.fill_(margin) if isinstance(self.margin, Tensor) else margin
+        self.set_share(step)
         terms = self.run(batch)
         if self.ema is not None:
             self.ema.update(self.network)
         self.tally.count(len(batch.images) * self.fabric.world_size)
         return terms
+
+    def set_share(self, step: int) -> None:
+        """How much of each image its own batch place keeps, the same on all ranks; mixup fills in the rest."""
+        if isinstance(self.share, Tensor):
+            self.share.fill_(mixup_share(self.recipe.mixup, self.seed, step))
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One step of the optimiser on one batch, cut into `accumulate` parts whose gradients add up to its own."""
@@ -100,19 +109,29 @@ class Step:
         return dict(zip(names, values.unbind(), strict=True))
 
     def terms_of(self, part: Batch) -> dict[str, Tensor]:
+        if self.recipe.mixup:
+            part = part._replace(images=mixed(part.images, self.share))
         if self.compiled is not None and len(part.images) * self.recipe.accumulate == self.recipe.batch_size:
             with self.fabric.autocast():
-                return self.compiled(part.images, part.labels, part.targets, self.margin)
+                return self.compiled(part.images, part.labels, part.targets, self.margin, self.share)
         output = self.model(part.images, part.labels)
-        return loss_terms(self.recipe, output, part, margin=self.margin, class_weights=self.class_weights)
+        return self.terms_from(output, part, self.margin, self.share)
 
     def terms_of_network(
-        self, images: Tensor, labels: Tensor, targets: Tensor | None, margin: float | Tensor
+        self,
+        images: Tensor,
+        labels: Tensor,
+        targets: Tensor | None,
+        margin: float | Tensor,
+        share: float | Tensor,
     ) -> dict[str, Tensor]:
         """Without what Fabric puts around the network, for one process needs none of it but autocast."""
-        batch = Batch(images, labels, targets)
-        output = self.network(images, labels)
-        return loss_terms(self.recipe, output, batch, margin=margin, class_weights=self.class_weights)
+        return self.terms_from(self.network(images, labels), Batch(images, labels, targets), margin, share)
+
+    def terms_from(
+        self, output: Output, batch: Batch, margin: float | Tensor, share: float | Tensor
+    ) -> dict[str, Tensor]:
+        return loss_terms(self.recipe, output, batch, margin=margin, class_weights=self.class_weights, share=share)
 
 
 class Tally:
@@ -181,13 +200,23 @@ def loss_terms(
     *,
     margin: float | Tensor = 0.0,
     class_weights: Tensor | None = None,
+    share: float | Tensor = 1.0,
 ) -> dict[str, Tensor]:
     """What is minimised, each term by name and weighted. A pure function, of one replica or of many under vmap.
 
     Args:
         margin: of the spread loss, at this step.
+        share: of each image that mixup has left; the rest is the image at the same place from the batch's end.
     """
     terms: dict[str, Tensor] = {}
+
+    def own_and_others(loss: Callable[..., Tensor], **options: Any) -> Tensor:
+        own = loss(output.scores, batch.labels, label_smoothing=recipe.label_smoothing, **options)
+        if not recipe.mixup:
+            return own
+        other = loss(output.scores, batch.labels.flip(0), label_smoothing=recipe.label_smoothing, **options)
+        return share * own + (1 - share) * other
+
     if recipe.loss == "margin":
         terms["margin"] = losses.margin_loss(
             output.scores,
@@ -198,11 +227,9 @@ def loss_terms(
     elif recipe.loss == "spread":
         terms["spread"] = losses.spread_loss(output.scores, batch.labels, margin)  # type: ignore[arg-type]
     elif recipe.loss == "cross_entropy":
-        terms["cross_entropy"] = losses.cross_entropy(
-            output.scores, batch.labels, class_weights=class_weights, label_smoothing=recipe.label_smoothing
-        )
+        terms["cross_entropy"] = own_and_others(losses.cross_entropy, class_weights=class_weights)
     else:
-        terms["binary_cross_entropy"] = losses.binary_cross_entropy(output.scores, batch.labels)
+        terms["binary_cross_entropy"] = own_and_others(losses.binary_cross_entropy)
     if recipe.reconstruction:
         if output.reconstruction is None:
             raise ValueError(
@@ -219,6 +246,19 @@ def loss_terms(
     if output.penalty is not None:
         terms["penalty"] = output.penalty
     return terms
+
+
+def mixed(images: Tensor, share: float | Tensor) -> Tensor:
+    """Each image with the one at the same place from the end laid over it; the batch is shuffled already.
+
+    Shapes: images [b, c, h, w], share [] -> [b, c, h, w]
+    """
+    return share * images + (1 - share) * images.flip(0)
+
+
+def mixup_share(shape: float, seed: int, step: int) -> float:
+    """Drawn from Beta(shape, shape), a pure function of seed and step (Zhang et al. 2018)."""
+    return random.Random(seed_of(seed, step, -1)).betavariate(shape, shape)
 
 
 def cut(batch: Batch, parts: int) -> Iterator[Batch]:

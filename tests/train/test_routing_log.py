@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from tests import oracle
-from torchcaps.checkpoint import fingerprint
 from torchcaps.layers.conv import ConvCaps
 from torchcaps.layers.linear import LinearCaps
 from torchcaps.layers.stack import CapsuleStack
 from torchcaps.models import create_model
 from torchcaps.ops import vote_budget
 from torchcaps.routing import DynamicRouting, EMRouting, InvertedAttentionRouting, SelfAttentionRouting
-from torchcaps.routing_log import COSINES, LENGTHS, PIECE, routing_log
+from torchcaps.train.checkpoint import fingerprint
+from torchcaps.train.routing_log import COSINES, LENGTHS, PIECE, routing_log
 
 
 class Poses(nn.Module):

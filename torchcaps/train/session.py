@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchcaps import checkpoint
 from torchcaps.data import DataSet, batches_for
-from torchcaps.fabric import Fabric
-from torchcaps.folder import Folder, Progress, Run
-from torchcaps.optim import create_optimizer, learning_rate
-from torchcaps.power import Counter
-from torchcaps.prepare import (
+from torchcaps.recipes import Recipe
+from torchcaps.train import checkpoint
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.folder import Folder, Progress, Run
+from torchcaps.train.optim import create_optimizer, learning_rate, trained_names
+from torchcaps.train.power import Counter
+from torchcaps.train.prepare import (
     RunError,
     create_network,
     device_name,
     training_batches,
     validation_batches,
 )
-from torchcaps.progress import Log
-from torchcaps.ranks import Ranks
-from torchcaps.recipes import Recipe
-from torchcaps.sharded import Gathered, Whole
-from torchcaps.step import Step
+from torchcaps.train.progress import Log
+from torchcaps.train.ranks import Ranks
+from torchcaps.train.sharded import Gathered, Whole
+from torchcaps.train.step import Step
 
 
 class Session:
@@ -46,8 +46,8 @@ class Session:
         self.recipe, self.seed, self.folder, self.fabric, self.ranks = recipe, seed, folder, fabric, ranks
         self.shown, self.data, self.network = shown, data, network
         network.to(fabric.device)
-        trained = [name for name, weight in network.named_parameters() if weight.requires_grad]
-        self.model, optimizer = fabric.setup(network, create_optimizer(recipe, network.parameters(), capture))
+        trained = [name for part in trained_names(recipe, network) for name in part]
+        self.model, optimizer = fabric.setup(network, create_optimizer(recipe, network, capture))
         self.sharded = type(fabric.strategy).__name__ == "FSDPStrategy"
         self.whole = (
             Gathered(self.model._forward_module, optimizer.optimizer, trained)

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchcaps import checkpoint
 from torchcaps.data import DataSet
-from torchcaps.fabric import Fabric
-from torchcaps.prepare import RunError, on_first_rank
 from torchcaps.recipes import Recipe
+from torchcaps.train import checkpoint
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.prepare import RunError, on_first_rank
 
 
 @dataclass
@@ -125,7 +125,7 @@ def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
             raise ValueError(f"{out} holds a run already; resume it or choose another folder")
         try:
             content = json.loads(path.read_text())
-            theirs = {"seed": content["seed"], **content["recipe"]}
+            theirs = {"seed": content["seed"], **defaults(), **content["recipe"]}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read, so it is not known whose checkpoints these are: {error}"
@@ -137,6 +137,11 @@ def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
                 )
         return
     checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def defaults() -> dict[str, Any]:
+    """What a recipe that was saved before it had some field would say of it."""
+    return {name: value for name, value in Recipe(model="", data="").to_dict().items() if name not in ("model", "data")}
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -153,7 +153,7 @@ def test_layer_norm_in_channels_last(monkeypatch):
 
 
 def test_rows_across_memory_run_on_pytorch():
-    from torchcaps.rows_triton import takes
+    from torchcaps.fused.rows_triton import takes
 
     assert takes(drawn((3, 8)))
     assert not takes(drawn((8, 3)).mT)
@@ -167,7 +167,7 @@ def test_rows_across_memory_run_on_pytorch():
 
 
 def test_many_programs_share_the_rows(monkeypatch):
-    from torchcaps import rows_triton
+    from torchcaps.fused import rows_triton
 
     monkeypatch.setattr(rows_triton, "PROGRAMS", 3)
     inputs = [drawn((700, 16)), *drawn((2, 16))]

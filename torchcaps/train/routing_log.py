@@ -50,16 +50,16 @@ def routing_log(network: nn.Module, images: Tensor) -> dict[str, Any]:
 
     Shapes: images [b, c, h, w]
     """
-    names = {module: name for name, module in network.named_modules() if _routes_votes(module)}
+    names = {module: name for name, module in network.named_modules() if routes_votes(module)}
     seen: dict[nn.Module, _Record] = {}
-    with _undisturbed(network, images.device), torch.no_grad():
+    with undisturbed(network, images.device), torch.no_grad():
         for piece in images.split(PIECE):
             calls: dict[nn.Module, list[_Call]] = {module: [] for module in names}
             hooks = [
                 hook
                 for module in names
                 for hook in (
-                    module.register_forward_pre_hook(_draw_start, with_kwargs=True),
+                    module.register_forward_pre_hook(draw_start, with_kwargs=True),
                     module.register_forward_hook(_listener(calls[module]), with_kwargs=True),
                 )
             ]
@@ -87,7 +87,7 @@ class _Call:
     def __init__(self, module: Any, votes: Votes, activations: Tensor | None, parents: Tensor | None, output: Capsules):
         self.votes: Votes | None = votes
         self.poses = output.poses
-        stages = [*_after_fewer_iterations(module, votes, activations, parents), output]
+        stages = [*after_fewer_iterations(module, votes, activations, parents), output]
         self.coupling = [stage.coupling for stage in stages]
         self.changes: list[Tensor] = []  # of logits, where they add up
         self.logits: list[Tensor] = []  # of each iteration, where they are made anew
@@ -186,11 +186,11 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _routes_votes(module: nn.Module) -> bool:
+def routes_votes(module: nn.Module) -> bool:
     return "votes" in inspect.signature(module.forward).parameters
 
 
-def _draw_start(module: nn.Module, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+def draw_start(module: nn.Module, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Random first parents are drawn here, so that they are known."""
     if not isinstance(module, InvertedAttentionRouting) or module.start_at != "random":
         return None
@@ -221,7 +221,7 @@ def _widened(x: Tensor | None) -> Any:
     return None if x is None else widen(x)
 
 
-def _after_fewer_iterations(
+def after_fewer_iterations(
     module: Any, votes: Votes, activations: Tensor | None, parents: Tensor | None
 ) -> Iterator[Capsules]:
     """A copy shares all weights; only how often it iterates is its own."""
@@ -260,7 +260,7 @@ def _log_responsibilities(
 
 
 @contextmanager
-def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
+def undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Eval mode, every layer stepped, couplings kept and fixed random numbers inside; afterwards all is as it was."""
     modes = {module: module.training for module in network.modules()}
     stacks = [module for module in network.modules() if hasattr(module, "in_full")]

@@ -57,12 +57,46 @@ def cosine(lr: float, step: int, steps_per_epoch: int, epochs: int, *, warmup: f
     return floor + (lr - floor) * (1 + math.cos(math.pi * way)) / 2
 
 
+def linear(lr: float, step: int, steps_per_epoch: int, epochs: int, *, warmup: float = 0, floor: float = 0.0) -> float:
+    """Up in a line over `warmup` epochs, then down in a line, to `floor` at the end of the last epoch."""
+    rising = warmup * steps_per_epoch
+    if step < rising:
+        return lr * (step + 1) / (rising + 1)
+    way = min(1.0, (step - rising) / max(1, epochs * steps_per_epoch - rising))
+    return lr + (floor - lr) * way
+
+
+def one_cycle(
+    lr: float,
+    step: int,
+    steps_per_epoch: int,
+    epochs: int,
+    *,
+    rise: float = 0.3,
+    start: float = 0.04,
+    floor: float = 0.0,
+) -> float:
+    """From `start` times lr up half a cosine over a share `rise` of all steps, then down another to `floor`.
+
+    As in torch's OneCycleLR, whose defaults these are but for the floor, the last step has the floor itself.
+    """
+    last = epochs * steps_per_epoch - 1
+    top = max(0.0, rise * (last + 1) - 1)
+    if step <= top:
+        way, low = step / top if top else 1.0, start * lr
+        return low + (lr - low) * (1 - math.cos(math.pi * way)) / 2
+    way = min(1.0, (step - top) / (last - top))
+    return floor + (lr - floor) * (1 + math.cos(math.pi * way)) / 2
+
+
 SCHEDULES: dict[str, Callable[..., float]] = {
     "constant": constant,
     "exponential": exponential,
     "exponential_steps": exponential_steps,
     "steps": steps,
     "cosine": cosine,
+    "linear": linear,
+    "one_cycle": one_cycle,
 }
 
 
@@ -135,31 +169,58 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
 }
 
 
-def create_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter], capturable: bool = False) -> Optimizer:
-    """The recipe's, over those parameters that take part in training.
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+DECAYED = ("weight", "kernel")  # as layers and routings call their matrices
+
+
+def trained_names(recipe: Recipe, network: nn.Module) -> tuple[list[str], list[str]]:
+    """Parameters that take part in training: those that decay, and those that the recipe's `decay_on` spares."""
+    names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    where = recipe.optimizer_args.get("decay_on", "all")
+    if where not in ("all", "weights"):
+        raise ValueError(f"decay_on is 'all' or 'weights', got {where!r}")
+    if where == "all":
+        return names, []
+
+    def decays(name: str) -> bool:
+        place, _, own = name.rpartition(".")
+        return own in DECAYED and not isinstance(network.get_submodule(place), NORMS)
+
+    return [name for name in names if decays(name)], [name for name in names if not decays(name)]
+
+
+def create_optimizer(
+    recipe: Recipe, network: nn.Module | Iterable[nn.Parameter], capturable: bool = False
+) -> Optimizer:
+    """The recipe's, over those parameters that take part in training; `decay_on` needs the network they are of.
 
     On CUDA all of them are changed in one kernel where torch has one. A capturable optimiser has its learning rate on
     the device, so that a CUDA graph sees it change.
     """
     make, takes = _known("optimizer", recipe.optimizer, OPTIMIZERS)
-    options = {word: value for word, value in recipe.optimizer_args.items() if word != "decay"}
+    options = {word: value for word, value in recipe.optimizer_args.items() if word not in ("decay", "decay_on")}
     for word in options:
         if word not in takes:
-            raise ValueError(
-                f"the optimizer {recipe.optimizer} has no {word!r}; it takes {', '.join((*takes, 'decay'))}"
-            )
-    trained = [p for p in parameters if p.requires_grad]
-    on_cuda = bool(trained) and all(p.is_cuda for p in trained)
+            takes = (*takes, "decay_on", "decay")
+            raise ValueError(f"the optimizer {recipe.optimizer} has no {word!r}; it takes {', '.join(takes)}")
+    spared: list[nn.Parameter] = []
+    if isinstance(network, nn.Module):
+        trained, spared = ([network.get_parameter(name) for name in part] for part in trained_names(recipe, network))
+    else:
+        trained = [p for p in network if p.requires_grad]
+    everything = [*trained, *spared]
+    on_cuda = bool(everything) and all(p.is_cuda for p in everything)
     if on_cuda and recipe.optimizer in ("adam", "adamw", "sgd"):
         options["fused"] = True
     if capturable and recipe.optimizer in ("adam", "adamw", "rmsprop_keras"):
         options["capturable"] = True
-    lr = torch.tensor(recipe.lr, device=trained[0].device) if capturable else recipe.lr
+    lr = torch.tensor(recipe.lr, device=everything[0].device) if capturable else recipe.lr
     if on_cuda and capturable and recipe.optimizer == "adam" and has_triton():
-        from torchcaps.adam_triton import SmallAdam
+        from torchcaps.fused.adam_triton import SmallAdam
 
         make = SmallAdam
-    optimizer = make(trained, lr, **options)
+    groups: Any = [{"params": trained}, {"params": spared, "weight_decay": 0.0}] if trained and spared else trained
+    optimizer = make(groups or spared, lr, **options)
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # a few steps are, and may be
     return optimizer
 

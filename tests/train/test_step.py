@@ -5,14 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_train import RECIPE, Tiny, few_digits
-from torchcaps import capture, margin_loss, reconstruction_loss
-from torchcaps.capture import WARM_UP, Captured, Compiled
+from tests.train.test_train import RECIPE, Tiny, few_digits
+from torchcaps import margin_loss, reconstruction_loss
 from torchcaps.data import Batch, Batches
-from torchcaps.fabric import Fabric
-from torchcaps.optim import create_optimizer, load_moments, set_rates
-from torchcaps.prepare import drawn_together, may_capture, seed_of, training_batches
-from torchcaps.step import Step, Tally
+from torchcaps.train import capture
+from torchcaps.train.capture import WARM_UP, Captured, Compiled
+from torchcaps.train.fabric import Fabric
+from torchcaps.train.optim import create_optimizer, load_moments, set_rates
+from torchcaps.train.prepare import drawn_together, may_capture, seed_of, training_batches
+from torchcaps.train.step import Step, Tally
 
 
 class Graph:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.data import Batches, DataSet, batches_for, load
-from torchcaps.fabric import Fabric
 from torchcaps.models import create_model
 from torchcaps.recipes import Recipe
+from torchcaps.train.fabric import Fabric
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = {"32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -32,8 +32,14 @@ def check(recipe: Recipe) -> None:
     """Refuses what would be silently ignored."""
     if recipe.class_weights is not None and recipe.loss not in ("margin", "cross_entropy"):
         raise ValueError(f"class_weights go with the losses margin and cross_entropy, not with {recipe.loss}")
-    if recipe.label_smoothing and recipe.loss != "cross_entropy":
-        raise ValueError(f"label_smoothing goes with the loss cross_entropy, not with {recipe.loss}")
+    if recipe.loss not in ("cross_entropy", "binary_cross_entropy"):
+        for word in ("label_smoothing", "mixup"):
+            if getattr(recipe, word):
+                raise ValueError(
+                    f"{word} goes with the losses cross_entropy and binary_cross_entropy, not with {recipe.loss}"
+                )
+    if recipe.mixup and recipe.reconstruction:
+        raise ValueError("mixup leaves no single picture to reconstruct; reconstruction must be 0 with it")
     if recipe.clip is not None and recipe.clip_value is not None:
         raise ValueError("clip and clip_value are both given; gradients are clipped by their norm or by value")
 

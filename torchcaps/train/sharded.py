@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchcaps.optim import load_moments
+from torchcaps.train.optim import load_moments
 
 
 class Whole:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_train import RECIPE, ROOT, tiny
-from torchcaps import ranks as ranks_module
-from torchcaps.ranks import Ranks
+from tests.train.test_train import RECIPE, ROOT, tiny
+from torchcaps.train import ranks as ranks_module
+from torchcaps.train.ranks import Ranks
 
 WAYS = {
     "is lost": "rank 1 was lost at step 3; the checkpoint of step 3 is intact",
@@ -28,7 +28,7 @@ WAYS = {
 def a_rank(rank, folder, how):
     """One of two ranks, of which rank 1 comes to grief at step 3."""
     torch.set_num_threads(1)
-    module = sys.modules["torchcaps.step"]
+    module = sys.modules["torchcaps.train.step"]
     before, calls = module.set_rates, []
 
     def set_rates(*args):
@@ -81,7 +81,7 @@ def ends(tmp_path_factory):
     for way in WAYS:
         (folder / way).mkdir()
     call = (
-        "import json, pathlib, tests.test_ranks as t\n"
+        "import json, pathlib, tests.train.test_ranks as t\n"
         f"folder = pathlib.Path({str(folder)!r})\n"
         f"ends = {{way: t.two_ranks(folder / way, way, port) for way, port in zip(t.WAYS, {numbers}, strict=True)}}\n"
         "print(json.dumps(ends))"

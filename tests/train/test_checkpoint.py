@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from torchcaps import checkpoint
-from torchcaps.checkpoint import (
+from torchcaps.train import checkpoint
+from torchcaps.train.checkpoint import (
     CheckpointError,
     fingerprint,
     latest,
@@ -272,8 +272,8 @@ def test_a_failing_clean_up_does_not_matter(tmp_path, monkeypatch):
 
 
 def test_a_second_process_is_refused(tmp_path):
-    child = "import sys, pathlib\nfrom torchcaps.checkpoint import locked\nwith locked(pathlib.Path(sys.argv[1])): pass"
-    command = [sys.executable, "-c", child, str(tmp_path)]
+    child = "from torchcaps.train.checkpoint import locked\nwith locked(pathlib.Path(sys.argv[1])): pass"
+    command = [sys.executable, "-c", f"import sys, pathlib\n{child}", str(tmp_path)]
     with locked(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode != 0

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchcaps.optim import EMA, create_optimizer, learning_rate, set_rates
 from torchcaps.recipes import Recipe
+from torchcaps.train.optim import EMA, create_optimizer, learning_rate, set_rates
 
 
 def recipe(**changes):

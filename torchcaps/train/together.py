@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcaps import checkpoint
-from torchcaps.capture import own_stream
 from torchcaps.data import DataSet, batches_for
 from torchcaps.evaluate import Predictions, checked, headline_error
-from torchcaps.folder import Run, open_folder
 from torchcaps.functional import widen
-from torchcaps.optim import learning_rate
-from torchcaps.prepare import check, create_fabric, create_network, load_data, may_capture, numerics, signals
-from torchcaps.progress import Log, Silent, for_terminal
 from torchcaps.recipes import Recipe
-from torchcaps.routing_log import routing_log
-from torchcaps.seeds import ALONE, Seeds
-from torchcaps.stacked import Stack
-from torchcaps.train import CHECK_EVERY, Interrupted
+from torchcaps.train import checkpoint
+from torchcaps.train.capture import own_stream
+from torchcaps.train.folder import Run, defaults, open_folder
+from torchcaps.train.loop import CHECK_EVERY, Interrupted
+from torchcaps.train.optim import learning_rate
+from torchcaps.train.prepare import check, create_fabric, create_network, load_data, may_capture, numerics, signals
+from torchcaps.train.progress import Log, Silent, for_terminal
+from torchcaps.train.routing_log import routing_log
+from torchcaps.train.seeds import ALONE, Seeds
+from torchcaps.train.stacked import Stack
 
 
 def train_together(
@@ -243,7 +243,7 @@ def open_together(out: Path, recipe: Recipe, seeds: list[int], resume: bool) -> 
         raise ValueError(f"{out} holds runs already; resume them or choose another folder")
     try:
         content = json.loads(path.read_text())
-        theirs, fields = list(content["seeds"]), content["recipe"]
+        theirs, fields = list(content["seeds"]), {**defaults(), **content["recipe"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} cannot be read, so it is not known whose checkpoints these are: {error}") from None
     if not set(seeds) <= set(theirs):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchcaps import checkpoint, figures, story
+from torchcaps import figures
 from torchcaps.data import DataSet, Split
 from torchcaps.data.batches import Order, as_float
 from torchcaps.evaluate import (
@@ -30,8 +30,10 @@ from torchcaps.figures.pictures import brightness
 from torchcaps.figures.reconstructions import columns_for
 from torchcaps.losses import multi_hot
 from torchcaps.models.heads import ActivationHead, LengthHead
-from torchcaps.page import Page, Section, Shown, Table, render_page
+from torchcaps.report import story
+from torchcaps.report.page import Page, Section, Shown, Table, render_page
 from torchcaps.runs import Opened
+from torchcaps.train import checkpoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
