@@ -37,6 +37,9 @@ from torchcaps.data.augment import (
 )
 from torchcaps.data.random import Draws
 from torchcaps.data.splits import Split, Stored
+from torchcaps.data.stronger import cutout as cut_out
+from torchcaps.data.stronger import elastic as stretched
+from torchcaps.data.stronger import mirrored, warp
 
 Steps = tuple[Any, ...]
 
@@ -302,6 +305,45 @@ def own_images(name: str, data: str, official: bool, *, augmentation: str = "pho
     return Protocol(name, data, steps[augmentation])
 
 
+def ours(
+    name: str,
+    data: str,
+    official: bool,
+    *,
+    degrees: float = 0.0,
+    zoom: float = 0.0,
+    shear: float = 0.0,
+    move: float = 0.0,
+    elastic: float = 0.0,
+    padding: int = 0,
+    mirror: bool = False,
+    jitter: float = 0.0,
+    cutout: int = 0,
+    crops: int = 1,
+) -> Protocol:
+    """Of our own rows, which say what is done: `warp`, `elastic`, crops after `padding`, flips, colours, `cutout`.
+
+    A tenth of the training images is held out unless a row says otherwise. crops=2 tests on an image and its mirror
+    image. What is generated with targets, as MultiMNIST is, takes none of it.
+    """
+    _one_of("crops", crops, (1, 2))
+    if data.startswith("multimnist"):
+        if any((degrees, zoom, shear, move, elastic, padding, mirror, jitter, cutout, crops > 1)):
+            raise ValueError(f"{data} has targets, from which augmentation would part its images; leave it out")
+        return Protocol(name, data, validation=0.1)
+    numbers: Steps = (normalise(*CIFAR10_STATISTICS),) if data.startswith("cifar") else ()
+    side = 28 if data in ("mnist", "fashion_mnist") else 32
+    steps: list[tuple[Any, Step]] = [
+        (degrees or zoom or shear or move, warp(degrees, zoom, shear, move)),
+        (elastic, stretched(elastic)),
+        (padding, random_crop(side, padding=padding)),
+        (mirror, flip()),
+        (jitter, colour_jitter(jitter, jitter, jitter)),
+    ]
+    train = (*(step for wanted, step in steps if wanted), *numbers, *((cut_out(cutout),) if cutout else ()))
+    return Protocol(name, data, train, numbers, crops=(*numbers, mirrored()) if crops == 2 else None, validation=0.1)
+
+
 PAPERS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {
     "sabour2017": (sabour2017, ("mnist", "multimnist", *CANVAS, "cifar10", "smallnorb", "svhn")),
     "li2018": (li2018, ("mnist", "cifar10", "cifar100", "svhn", "himagenet")),
@@ -309,7 +351,13 @@ PAPERS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {
     "tsai2020": (tsai2020, ("cifar10", "cifar100", "diverse_multimnist")),
     "mazzia2021": (mazzia2021, ("mnist", "smallnorb", "multimnist")),
 }
-OURS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {"own_images": (own_images, ("folder",))}
+OURS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {
+    "own_images": (own_images, ("folder",)),
+    "ours": (
+        ours,
+        ("mnist", "fashion_mnist", "multimnist", "multimnist_relative", "cifar10", "cifar100", "svhn"),
+    ),
+}
 
 
 def find(name: str, data: str, **options: Any) -> Protocol:

@@ -77,7 +77,6 @@ class Votes:
             self.in_caps = groups
         self.sharing = self.in_caps // groups
         self._stored: Tensor | None = None
-        self._given = poses  # before they were widened
 
     @classmethod
     def of(cls, votes: Votes | Tensor) -> Votes:
@@ -97,29 +96,23 @@ class Votes:
     def with_products(self, dtype: torch.dtype) -> Votes:
         """The same votes, which kernels multiply in this dtype.
 
-        Half-precision poses and weights become float32 all the same, so that gradients to which several steps add are
-        not rounded on the way. The sum of all votes is a product like the others, and takes the poses as they came.
+        Half-precision poses and weights become float32 all the same, so that whole sums, and gradients to which
+        several steps add, are not rounded on the way.
         """
         poses, weight = widen(self.poses), widen(self.weight)
         if poses is self.poses and weight is self.weight and dtype == self.products:
             return self
-        same = Votes(poses, weight, self.window, self.offset, dtype)
-        same._given = self.poses
-        return same
+        return Votes(poses, weight, self.window, self.offset, dtype)
 
     def detach(self) -> Votes:
         offset = None if self.offset is None else self.offset.detach()
         same = Votes(self.poses.detach(), self.weight.detach(), self.window, offset, self.products)
-        same._given = self._given.detach()
         same._stored = None if self._stored is None else self._stored.detach()
         return same
 
     def children(self) -> Tensor:
         """Shapes: [n, g, s, p], n being the windows of all images"""
-        return self._children_of(self.poses)
-
-    def _children_of(self, poses: Tensor) -> Tensor:
-        poses = poses if self.window is None else self.window.unfold(poses).flatten(0, 2)
+        poses = self.poses if self.window is None else self.window.unfold(self.poses).flatten(0, 2)
         return poses.unflatten(1, (-1, self.sharing))
 
     def materialise(self) -> Tensor:
@@ -131,30 +124,29 @@ class Votes:
 
         Shapes: -> [..., j, d]
         """
-        weight = self.weight
+        weight = self.weight.to(self.poses.dtype)
         if coupling is not None:
             if self.sharing > 1:
                 return self.mixture(coupling.expand(*self.lead, -1, -1))
             weight = weight * coupling[:, None, :, None].to(weight.dtype)
-        poses, weight = self._given.to(self.products), weight.to(self.products)
         if self.window is None or self.window.scrambled:
-            children = self._children_of(poses)
-            rows = (widen(children).sum(2) if self.sharing > 1 else children[:, :, 0]).unflatten(2, (self.rows, -1))
-            total = torch.einsum("ngma,gaje->njme", rows.to(weight.dtype), weight).flatten(2).unflatten(0, self.lead)
+            children = self.children()
+            rows = (children.sum(2) if self.sharing > 1 else children[:, :, 0]).unflatten(2, (self.rows, -1))
+            total = torch.einsum("ngma,gaje->njme", rows, weight).flatten(2).unflatten(0, self.lead)
         else:
-            total = self._convolve(poses, weight)
+            total = self._convolve(weight)
         total = widen(total)
         if self.offset is not None:
             offset = self.offset.expand(len(weight), self.sharing, self.parents, self.dim)
             total = total + (offset if coupling is None else offset * coupling[:, None, :, None]).sum((0, 1))
         return total
 
-    def _convolve(self, poses: Tensor, weight: Tensor) -> Tensor:
+    def _convolve(self, weight: Tensor) -> Tensor:
         """Every site's sum at once is a convolution."""
         assert self.window is not None
-        b, c, _, h, w = poses.shape
+        b, c, _, h, w = self.poses.shape
         k, columns = self.window.kernel_size, weight.shape[3]
-        rows = poses.permute(0, 3, 4, 1, 2).unflatten(4, (self.rows, -1)).permute(0, 4, 1, 2, 3, 5)
+        rows = self.poses.permute(0, 3, 4, 1, 2).unflatten(4, (self.rows, -1)).permute(0, 4, 1, 2, 3, 5)
         images = rows.reshape(b * self.rows, h, w, -1)  # with their channels last, as convolutions like them
         kernel = weight.view(c, k, k, -1, self.parents, columns).permute(4, 5, 1, 2, 0, 3)
         kernel = kernel.reshape(self.parents * columns, k, k, -1)

@@ -23,7 +23,7 @@ CHOICES = {
     "loss_scale": ("paper", "official"),
     "reconstruction_reduction": ("sum", "mean"),
     "optimizer": ("adam", "adam_keras", "adamw", "sgd", "rmsprop_keras"),
-    "schedule": ("constant", "exponential", "exponential_steps", "steps", "cosine"),
+    "schedule": ("constant", "exponential", "exponential_steps", "steps", "cosine", "linear", "one_cycle"),
     "select": ("last", "best"),
     "precision": ("32", "tf32", "bf16", "fp16"),
     "metric": (
@@ -38,8 +38,8 @@ CHOICES = {
         "loss",
     ),
 }
-OPTIMIZER_ARGS = ("betas", "eps", "momentum", "weight_decay", "nesterov", "rho", "decay")
-SCHEDULE_ARGS = ("decay", "every", "floor", "milestones", "factor", "warmup")
+OPTIMIZER_ARGS = ("betas", "eps", "momentum", "weight_decay", "decay_on", "nesterov", "rho", "decay")
+SCHEDULE_ARGS = ("decay", "every", "floor", "milestones", "factor", "warmup", "start", "rise")
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a word"),
     "int": ((int,), "a whole number"),
@@ -54,10 +54,11 @@ class Recipe:
     """Everything that decides a training run but its seed.
 
     `schedule_args`: `decay`, `every` (steps) and `floor` of the exponentials, `milestones` (epochs) and `factor` of
-    steps, `warmup` (epochs) and `floor` of cosine. `data_args` are those of `torchcaps.data.load`, the protocol's own
-    among them. `stop_at` is the accuracy on the validation set, above 0 and at most 1, with which training ends: after
-    the first epoch that has it, or after `epochs` if none does. `assumed` names the fields, or single arguments of
-    them, that the paper leaves open.
+    steps, `warmup` (epochs) and `floor` of cosine and linear, `rise` (a share of all steps), `start` (a share of lr)
+    and `floor` of one_cycle. `optimizer_args` may have `decay_on`: "all", or "weights", which spares norms and biases.
+    `data_args` are those of `torchcaps.data.load`, the protocol's own among them. `stop_at` is the accuracy on the
+    validation set, above 0 and at most 1, with which training ends: after the first epoch that has it, or after
+    `epochs` if none does. `assumed` names the fields, or single arguments of them, that the paper leaves open.
     """
 
     model: str
@@ -86,6 +87,7 @@ class Recipe:
     accumulate: int = 1
     precision: str = "32"
     label_smoothing: float = 0.0
+    mixup: float = 0.0  # both shapes of the Beta that says how much of a second image is mixed in
     class_weights: tuple[float, ...] | None = None
     keep_epochs: tuple[int, ...] = ()
     seeds: int = 1
@@ -116,8 +118,9 @@ class Recipe:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
             raise ValueError(f"stop_at is an accuracy above 0 and at most 1, got {self.stop_at}")
-        if self.reconstruction < 0:
-            raise ValueError(f"reconstruction must be at least 0, got {self.reconstruction}")
+        for name in ("reconstruction", "mixup"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON keeps, tuples as lists."""

@@ -1,0 +1,117 @@
+"""Augmentation of our own rows, beyond what the papers do: `warp`, `elastic`, `cutout`; and `mirrored` for testing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchcaps.data.augment import FILLS, Step, _check, _check_fill, _need
+from torchcaps.data.random import Draws
+
+
+@dataclass(frozen=True)
+class warp(Step, random=True, geometric=True):
+    """A rotation, a zoom and a shear of each axis, and a shift, about the centre, in one bilinear resampling.
+
+    What is seen at p comes from A (p - centre - t) + centre, where A = R(angle) [[zoom_y, shear_y], [shear_x, zoom_x]].
+    The angle is uniform within `degrees` either way, each zoom in [1 - zoom, 1 + zoom], each shear in [-shear, shear],
+    the shift within `pixels` on both axes.
+    """
+
+    degrees: float = 0.0
+    zoom: float = 0.0
+    shear: float = 0.0
+    pixels: float = 0.0
+    fill: str = "zero"
+
+    def __post_init__(self) -> None:
+        _check(self, min(self.degrees, self.zoom, self.shear, self.pixels) >= 0, "none of its numbers is negative")
+        _check(self, self.zoom < 1, "a zoom by 1 would leave a single point")
+        _check_fill(self.fill)
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        u = (2 * _need(self, draws).uniform(7) - 1).to(images.dtype)
+        angle = u[:, 0] * (self.degrees * math.pi / 180)
+        zooms, shears, shifts = 1 + self.zoom * u[:, 1:3], self.shear * u[:, 3:5], self.pixels * u[:, 5:7]
+        cos, sin = angle.cos(), angle.sin()
+        yy, yx = cos * zooms[:, 0] - sin * shears[:, 1], cos * shears[:, 0] - sin * zooms[:, 1]
+        xy, xx = sin * zooms[:, 0] + cos * shears[:, 1], sin * shears[:, 0] + cos * zooms[:, 1]
+        height, width = images.shape[-2:]
+        y, x = (
+            torch.arange(side, device=images.device, dtype=images.dtype) - (side - 1) / 2 - shift[:, None]
+            for side, shift in zip((height, width), shifts.unbind(1), strict=True)
+        )
+        rows = yy[:, None, None] * y[:, :, None] + yx[:, None, None] * x[:, None]  # from the centre, in pixels
+        columns = xy[:, None, None] * y[:, :, None] + xx[:, None, None] * x[:, None]
+        return _sample(images, rows, columns, self.fill)
+
+
+@dataclass(frozen=True)
+class elastic(Step, random=True, geometric=True):
+    """Each pixel comes from a place nearby; how far and where to varies smoothly (Simard et al. 2003).
+
+    Arrows whose both parts are normal, with a deviation of `pixels`, are drawn on a grid of `knots` x `knots`, whose
+    corners are the image's; between them they are interpolated linearly.
+    """
+
+    pixels: float
+    knots: int = 5
+    fill: str = "zero"
+
+    def __post_init__(self) -> None:
+        _check(self, self.pixels >= 0 and self.knots > 1, "no deviation is negative, and there are at least two knots")
+        _check_fill(self.fill)
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        arrows = self.pixels * _need(self, draws).normal(2 * self.knots**2).to(images.dtype)
+        arrows = arrows.unflatten(1, (2, self.knots, self.knots))
+        field = F.interpolate(arrows, images.shape[-2:], mode="bilinear", align_corners=True)
+        y, x = (torch.arange(n, device=images.device, dtype=images.dtype) - (n - 1) / 2 for n in images.shape[-2:])
+        return _sample(images, y[:, None] + field[:, 0], x + field[:, 1], self.fill)
+
+
+@dataclass(frozen=True)
+class cutout(Step, random=True, geometric=True):
+    """Sets a square of `size` pixels to 0, which is the mean colour after `normalise` (DeVries & Taylor 2017).
+
+    Its centre is any pixel with the same chance, so that a part of it may lie outside the image.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _check(self, self.size > 0, "a square has at least one pixel")
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        draws = _need(self, draws)
+        inside = []
+        for side in images.shape[-2:]:
+            first = draws.integers(0, side) - self.size // 2
+            distance = torch.arange(side, device=images.device) - first[:, None]  # [b, side]
+            inside.append((distance >= 0) & (distance < self.size))
+        return torch.where((inside[0][:, :, None] & inside[1][:, None])[:, None], 0, images)
+
+
+@dataclass(frozen=True)
+class mirrored(Step, geometric=True):
+    """The image and its mirror image, for testing.
+
+    Shapes: images [b, c, h, w] -> [b, 2, c, h, w]
+    """
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        return torch.stack([images, images.flip(-1)], 1)
+
+
+def _sample(images: Tensor, rows: Tensor, columns: Tensor, fill: str) -> Tensor:
+    """What lies at these places, counted in pixels from the centre, bilinear.
+
+    Shapes: images [b, c, h, w], rows and columns [b, h, w] -> [b, c, h, w]
+    """
+    height, width = images.shape[-2:]
+    grid = torch.stack([2 / width * columns, 2 / height * rows], -1)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode=FILLS[fill], align_corners=False)
