@@ -34,7 +34,7 @@ class Result:
 
     `planned` are the epochs that the table's row asks for, `energy` joules, `curves` one value an epoch for each word,
     `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many they were chosen
-    on validation, None where they were not.
+    on validation, None where they were not; `together` says how many seeds were trained at once, sharing the `seconds`.
     """
 
     table: str
@@ -58,12 +58,20 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     device: str = ""
     seconds: float | None = None
+    steps: int | None = None
+    together: int = 1
     energy: float | None = None
     finished: str = ""
 
     @property
+    def reached(self) -> bool:
+        """Whether training ended where the recipe's `stop_at` says, rather than after all epochs."""
+        wanted, errors = self.recipe.get("stop_at"), self.curves.get("validation_error")
+        return bool(wanted and errors and errors[-1] is not None and 1 - errors[-1] >= wanted)
+
+    @property
     def shortened(self) -> bool:
-        return self.epochs < self.planned
+        return self.epochs < self.planned and not self.reached
 
     @classmethod
     def now(cls, **values: Any) -> Result:
@@ -158,7 +166,12 @@ UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
 
 def source() -> tuple[str, bool]:
-    """The commit of this package and whether its files differ from it; "unknown" where it is not in a checkout."""
+    """The commit of this package and whether its files differ from it; "unknown" where it is not in a checkout.
+
+    Where the files came without git, TORCHCAPS_COMMIT may name it.
+    """
+    if named := os.environ.get("TORCHCAPS_COMMIT"):
+        return named, False
     tracked, commit = _git("ls-files", "--error-unmatch", "__init__.py"), _git("rev-parse", "HEAD")
     if not tracked or not commit:
         return "unknown", False

@@ -1,6 +1,7 @@
 """Our own rows: the papers' networks, trained with what has been learnt since, under one protocol for all.
 
-Networks are selected on held-out training images, and the test set is read once.
+Recipes are chosen on held-out training images; a run is judged by its last weights, averaged, and the test set is read
+once.
 """
 
 from torchcaps.recipes import Recipe
@@ -8,5 +9,50 @@ from torchcaps.recipes import Recipe
 TITLE = "Ours: the papers' networks with recipes of our own"
 COLUMNS = ("Data", "Network", "Test error (%)")
 
-ROWS: dict[str, Recipe] = {}
+ROWS: dict[str, Recipe] = {
+    "mnist": Recipe(
+        model="efficient_capsnet_mnist",
+        model_args={"norm_momentum": 0.1},
+        data="mnist",
+        protocol="ours",
+        data_args={"degrees": 15, "zoom": 0.15, "shear": 0.15, "move": 2, "elastic": 1.0},
+        reconstruction=0.392,
+        reconstruction_reduction="mean",
+        optimizer="adamw",
+        lr=2e-3,
+        optimizer_args={"weight_decay": 0.01, "decay_on": "weights"},
+        schedule="cosine",
+        schedule_args={"warmup": 2},
+        epochs=100,
+        batch_size=64,
+        validation=0.05,
+        ema=0.999,
+        precision="bf16",
+        seeds=16,
+        metric="error",
+        note="aim: 0.26, the paper's best on the test set",
+    ),
+    "cifar10": Recipe(
+        model="inverted_cifar10",
+        model_args={"backbone": "resnet", "iterations": 2},
+        data="cifar10",
+        protocol="ours",
+        data_args={"padding": 4, "mirror": True, "cutout": 8, "crops": 2},
+        loss="cross_entropy",
+        optimizer="sgd",
+        lr=0.1,
+        optimizer_args={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_on": "weights"},
+        schedule="cosine",
+        schedule_args={"warmup": 5},
+        epochs=120,
+        batch_size=128,
+        validation=0.02,
+        ema=0.999,
+        label_smoothing=0.05,
+        precision="bf16",
+        seeds=3,
+        metric="accuracy",
+        note="aim: a mean of 95.14, the paper's best; tested on images and their mirror images",
+    ),
+}
 CITED: dict[str, str] = {}
