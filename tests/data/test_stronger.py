@@ -8,9 +8,9 @@ import torch
 
 from torchcaps.data import augment, protocols, stronger
 from torchcaps.data.random import Draws
-from torchcaps.data.stronger import cutout, elastic, mirrored, warp
+from torchcaps.data.stronger import cutout, elastic, mirrored, sometimes, warp
 
-RANDOM = [warp(15, 0.1, 0.2, 3), elastic(1.2, 4), cutout(5)]
+RANDOM = [warp(15, 0.1, 0.2, 3), elastic(1.2, 4), cutout(5), sometimes((warp(15), elastic(1.2)), 0.7)]
 
 
 def draws(images, seed=3):
@@ -86,6 +86,17 @@ def test_cutout():
     assert set(tops.tolist()) == set(range(-2, 6))
 
 
+def test_sometimes():
+    images = torch.rand(40, 1, 6, 6)
+    out = sometimes((warp(degrees=20), elastic(1.0)), 0.75)(images, draws(images))
+    drawn = draws(images)
+    changed = elastic(1.0)(warp(degrees=20)(images, drawn), drawn)
+    taken = drawn.uniform(1)[:, 0] < 0.75
+    assert 20 < taken.sum() < 40
+    for image, before, after, own in zip(out, images, changed, taken, strict=True):
+        assert torch.equal(image, after if own else before)
+
+
 def test_mirrored():
     images = torch.rand(2, 3, 4, 5)
     out = mirrored()(images)
@@ -94,7 +105,9 @@ def test_mirrored():
     assert torch.equal(out[:, 1], images.flip(-1))
 
 
-@pytest.mark.parametrize("make", [lambda: warp(zoom=1), lambda: warp(-1), lambda: cutout(0), lambda: elastic(1, 1)])
+@pytest.mark.parametrize(
+    "make", [lambda: warp(zoom=1), lambda: warp(-1), lambda: cutout(0), lambda: elastic(1, 1), lambda: sometimes((), 0)]
+)
 def test_values_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match="is out of range"):
         make()
@@ -103,6 +116,8 @@ def test_values_out_of_range_are_refused(make):
 def test_our_protocol_does_what_a_row_says():
     digits = protocols.find("ours", "mnist", degrees=10, elastic=1.0)
     assert digits.train == (warp(10), elastic(1.0))
+    some = protocols.find("ours", "mnist", degrees=10, elastic=1.0, share=0.5)
+    assert some.train == (sometimes((warp(10), elastic(1.0)), 0.5),)
     assert digits.test == ()
     assert digits.crops is None
     assert digits.validation == 0.1

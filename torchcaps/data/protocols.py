@@ -39,7 +39,7 @@ from torchcaps.data.random import Draws
 from torchcaps.data.splits import Split, Stored
 from torchcaps.data.stronger import cutout as cut_out
 from torchcaps.data.stronger import elastic as stretched
-from torchcaps.data.stronger import mirrored, warp
+from torchcaps.data.stronger import mirrored, sometimes, warp
 
 Steps = tuple[Any, ...]
 
@@ -315,6 +315,7 @@ def ours(
     shear: float = 0.0,
     move: float = 0.0,
     elastic: float = 0.0,
+    share: float = 1.0,
     padding: int = 0,
     mirror: bool = False,
     jitter: float = 0.0,
@@ -323,8 +324,9 @@ def ours(
 ) -> Protocol:
     """Of our own rows, which say what is done: `warp`, `elastic`, crops after `padding`, flips, colours, `cutout`.
 
-    A tenth of the training images is held out unless a row says otherwise. crops=2 tests on an image and its mirror
-    image. What is generated with targets, as MultiMNIST is, takes none of it.
+    The first two blur an image and are done to a `share` of them. A tenth of the training images is held out unless a
+    row says otherwise. crops=2 tests on an image and its mirror image. What is generated with targets, as MultiMNIST
+    is, takes none of it.
     """
     _one_of("crops", crops, (1, 2))
     if data.startswith("multimnist"):
@@ -333,9 +335,10 @@ def ours(
         return Protocol(name, data, validation=0.1)
     numbers: Steps = (normalise(*CIFAR10_STATISTICS),) if data.startswith("cifar") else ()
     side = 28 if data in ("mnist", "fashion_mnist") else 32
+    blurring = [(degrees or zoom or shear or move, warp(degrees, zoom, shear, move)), (elastic, stretched(elastic))]
+    chosen = tuple(step for wanted, step in blurring if wanted)
     steps: list[tuple[Any, Step]] = [
-        (degrees or zoom or shear or move, warp(degrees, zoom, shear, move)),
-        (elastic, stretched(elastic)),
+        *([(True, sometimes(chosen, share))] if chosen and share < 1 else ((True, step) for step in chosen)),
         (padding, random_crop(side, padding=padding)),
         (mirror, flip()),
         (jitter, colour_jitter(jitter, jitter, jitter)),

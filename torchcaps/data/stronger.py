@@ -1,4 +1,7 @@
-"""Augmentation of our own rows, beyond what the papers do: `warp`, `elastic`, `cutout`; and `mirrored` for testing."""
+"""Augmentation of our own rows, beyond what the papers do: `warp`, `elastic`, `sometimes`, `cutout`.
+
+`mirrored` is for testing.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,28 @@ class elastic(Step, random=True, geometric=True):
         field = F.interpolate(arrows, images.shape[-2:], mode="bilinear", align_corners=True)
         y, x = (torch.arange(n, device=images.device, dtype=images.dtype) - (n - 1) / 2 for n in images.shape[-2:])
         return _sample(images, y[:, None] + field[:, 0], x + field[:, 1], self.fill)
+
+
+@dataclass(frozen=True)
+class sometimes(Step, random=True, geometric=True):
+    """Takes these steps with a chance of `share` for each image, and leaves the others as they are.
+
+    What is resampled is also blurred. A network that never sees a sharp image in training takes sharp ones for
+    something new when it is tested.
+    """
+
+    steps: tuple[Step, ...]
+    share: float
+
+    def __post_init__(self) -> None:
+        _check(self, 0 < self.share <= 1, "the share of images that are changed is above 0 and at most 1")
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        changed = images
+        for step in self.steps:
+            changed = step(changed, draws)
+        taken = _need(self, draws).uniform(1)[:, 0] < self.share
+        return torch.where(taken[:, None, None, None], changed, images)
 
 
 @dataclass(frozen=True)
