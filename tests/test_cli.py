@@ -58,6 +58,7 @@ def test_json(capsys):
         "printed": "6.8M, 8.2M with decoder",
         "operations": 401_743_872,
         "operations_printed": "0.401G",
+        "pretrained": False,
     }
 
 
@@ -99,7 +100,7 @@ def test_options_add_up_over_several_flags(capsys):
     ("words", "sentence"),
     [
         ("lst", "there is no command 'lst'; did you mean list?"),
-        ("fly", "there is no command 'fly'; there are recipes, train, evaluate, predict, table, list, "),
+        ("fly", "there is no command 'fly'; there are recipes, train, evaluate, predict, "),
         ("tran quick:digits", "there is no command 'tran'; did you mean train?"),
         ("--verbose", "unrecognized options: --verbose; torchcaps --help tells more"),
         ("list --colour red", "unrecognized options: --colour, red; torchcaps list --help tells more"),

@@ -26,16 +26,21 @@ from torch import nn
 from tyro.conf import Positional, arg
 
 import torchcaps
+from torchcaps.commands.demo import show_page
 from torchcaps.commands.doctor import doctor
 from torchcaps.commands.evaluate import evaluate_runs
+from torchcaps.commands.export import export_weights
+from torchcaps.commands.figure import draw_figure
 from torchcaps.commands.predict import predict_images
 from torchcaps.commands.quick import quick
+from torchcaps.commands.report import make_report
 from torchcaps.commands.table import list_recipes, print_table
 from torchcaps.commands.train import train_row
 from torchcaps.commands.words import FIELDS, with_fields
 from torchcaps.data import cli as data_cli
 from torchcaps.models import create_model, list_models
 from torchcaps.models.measure import layers, operations, parameters, training_memory
+from torchcaps.models.pretrained import shipped
 from torchcaps.models.registry import find_preset
 
 DESCRIPTION = """Capsule networks in PyTorch: every network of five papers by name, every row of their tables to train.
@@ -47,10 +52,14 @@ DESCRIPTION = """Capsule networks in PyTorch: every network of five papers by na
   torchcaps train folder=PATH         train on your own images, a folder for each class
   torchcaps evaluate RUN              figures of a finished run; ensembles, several crops
   torchcaps predict RUN IMAGE         which class your images are of, or none of these
+  torchcaps export RUN --out FOLDER   its weights to hand on: checksums, a card, ONNX
+  torchcaps figure                    all figures; torchcaps figure NAME RUN draws one of them
+  torchcaps report RUN                every figure that a run can give, in one HTML file
   torchcaps table quick               a paper's table with our numbers beside its own
   torchcaps list 'efficient*'         presets: sizes beside the papers', operations, training memory
   torchcaps summary capsnet_mnist     the layers of one, with shapes
   torchcaps data list                 data sets; data get, verify, show and make work on them
+  torchcaps demo                      a page in the browser: draw a digit, see which capsules read it, bend them
   torchcaps doctor                    what this machine has, and whether it works
   torchcaps --version
 
@@ -87,6 +96,7 @@ class Row:
     operations: int
     operations_printed: str
     memory: int
+    pretrained: bool
     seconds: float | None = None
 
 
@@ -221,12 +231,38 @@ COMMANDS: dict[str, Callable[..., int]] = {
         images=(tyro.conf.Positional, arg(metavar="IMAGE")),
         threshold=arg(metavar="LENGTH", help_behavior_hint=""),
     ),
+    "figure": annotated(
+        draw_figure,
+        name=(tyro.conf.Positional, arg(metavar="NAME", help_behavior_hint="")),
+        runs=(tyro.conf.Positional, arg(metavar="RUN", help_behavior_hint="")),
+        out=arg(metavar="FOLDER", help_behavior_hint=""),
+        settings=(tyro.conf.UseAppendAction, arg(name="set", metavar="KEY=VALUE", help_behavior_hint="")),
+    ),
+    "report": annotated(
+        make_report,
+        run=(tyro.conf.Positional, arg(metavar="RUN")),
+        beside=(tyro.conf.UseAppendAction, arg(metavar="RUN", help_behavior_hint="")),
+    ),
     "table": annotated(
         print_table,
         name=(tyro.conf.Positional, arg(metavar="NAME", help_behavior_hint="")),
         results=arg(metavar="PLACE", help_behavior_hint=""),
         out=arg(metavar="FILE", help_behavior_hint=""),
         readme=arg(metavar="FILE", help_behavior_hint=""),
+        page=arg(metavar="FILE", help_behavior_hint=""),
+    ),
+    "demo": annotated(
+        show_page,
+        runs=(tyro.conf.Positional, arg(metavar="RUN", help_behavior_hint="")),
+        port=arg(metavar="N"),
+        share=arg(metavar="YES|NO"),
+        space=arg(metavar="FOLDER", help_behavior_hint=""),
+    ),
+    "export": annotated(
+        export_weights,
+        run=(tyro.conf.Positional, arg(metavar="RUN")),
+        out=arg(metavar="FOLDER", help_behavior_hint=""),
+        name=arg(metavar="NAME", help_behavior_hint=""),
     ),
     "list": list_presets,
     "summary": summarise,
@@ -337,6 +373,7 @@ def _measure(name: str, batch: int, run: bool) -> Row:
         operations=operations(model),
         operations_printed=preset.operations,
         memory=training_memory(model, batch),
+        pretrained=name in shipped(),
         seconds=_time_forward(name) if run else None,
     )
 
@@ -376,6 +413,7 @@ def _print_presets(rows: list[Row], batch: int) -> None:
         "G ops": [f"{row.operations / 1e9:.3f}" for row in rows],
         "ops printed": [row.operations_printed for row in rows],
         f"GB at {batch}": [f"{row.memory / 1e9:.2f}" for row in rows],
+        "weights": ["yes" if row.pretrained else "" for row in rows],
     }
     if all(row.seconds is not None for row in rows):
         columns["forward"] = [f"ok, {row.seconds:.2f} s" for row in rows]
@@ -393,6 +431,8 @@ def _print_presets(rows: list[Row], batch: int) -> None:
         f"GB is an estimate of what training with Adam in float32 takes for batches of {batch}."
     )
     console.print("torchcaps summary NAME has a preset's layers; torchcaps recipes lists what can be trained.")
+    if shipped():
+        console.print(f"create_model(NAME, pretrained=True) has trained weights of {', '.join(shipped())}.")
     if left_out:
         console.print(f"Left out, as this terminal is narrow: {', '.join(left_out)}.")
 
@@ -400,7 +440,7 @@ def _print_presets(rows: list[Row], batch: int) -> None:
 def _drop_columns(columns: dict[str, list[str]], width: int) -> list[str]:
     """Takes away what is least missed until the rest fits, and names it."""
     dropped = []
-    for name in ("image", "classes", "ops printed", "decoder", "paper"):
+    for name in ("image", "classes", "weights", "ops printed", "decoder", "paper"):
         widths = [max(map(len, (header, *cells))) for header, cells in columns.items()]
         if sum(widths) + 2 * len(widths) <= width:
             break

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchcaps.figures.pictures import Picture
+from torchcaps.figures.pictures import Picture, unpacked
 from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme
 
 if TYPE_CHECKING:
@@ -69,6 +69,18 @@ def mistakes(
             note = f"Bars: {measure} from 0 to 1; blue is the label's, orange what was predicted instead."
             axes.text(0.1, height - 0.08, note, fontsize=7, color=colours.muted)
     return figure
+
+
+def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
+    """Of the numbers that `analysis.examples.mistakes` gives."""
+    return mistakes(cases_of(numbers), numbers["names"], measure=numbers["measure"], dark=dark)
+
+
+def cases_of(numbers: Mapping[str, Any]) -> list[Case]:
+    return [
+        Case(unpacked(each["picture"]), tuple(each["labels"]), tuple(each["chosen"]), each["values"], each["number"])
+        for each in numbers["cases"]
+    ]
 
 
 def _draw(axes: Axes, case: Case, names: Sequence[str], x: float, y: float, width: float, dark: bool) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchcaps.figures.pictures import Picture
+from torchcaps.figures.pictures import Picture, unpacked
 from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme
 
 if TYPE_CHECKING:
@@ -54,11 +54,25 @@ def reconstructions(blocks: Sequence[Block], *, dark: bool = False) -> Figure:
                         continue
                     x = LEFT + column * cell
                     paste(axes, picture, x, y, wide, high)
-                    word = shortened(word, max(3, int(cell / 0.075)))
+                    if not word.startswith("("):
+                        word = shortened(word, max(3, int(cell / 0.075)))
                     below = {"fontsize": 7.5, "color": tones[strip.tone], "ha": "center", "va": "top"}
                     axes.text(x + wide / 2, y + high + 0.025, word, **below)  # type: ignore[arg-type]
                 y += high + LINE
     return figure
+
+
+def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
+    """Of the numbers that `analysis.examples.reconstructions` gives."""
+    return reconstructions([_block(block) for block in numbers["blocks"]], dark=dark)
+
+
+def _block(block: Mapping[str, Any]) -> Block:
+    strips = []
+    for each in block["strips"]:
+        pictures = [unpacked(text) if text else None for text in each["pictures"]]
+        strips.append(Strip(each["name"], pictures, each["words"], each["tone"]))
+    return Block(block["title"], strips)
 
 
 def columns_for(height: int, width: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torchcaps.figures.style import drawing, shortened, theme, title
@@ -38,6 +39,103 @@ def routing(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
         grid[-1, 0].set_xlabel("iteration")
         grid[-1, 1].set_xlabel("cosine")
     return figure
+
+
+def draw_changes(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
+    """What `analysis.histories.logit_changes` gives: by epoch on a linear scale, by iteration on a logarithmic one."""
+    from matplotlib.ticker import MaxNLocator
+
+    layers = numbers["layers"]
+    with drawing(0.35 + 1.75 * len(layers), dark, layout="constrained") as figure:
+        grid = figure.subplots(len(layers), 2, squeeze=False)
+        for (left, right), layer in zip(grid, layers, strict=True):
+            changes = [[math.nan if value is None else value for value in row] for row in layer["changes"]]
+            steps = len(changes[-1])
+            title(left, shortened(f"{layer['name']}, {layer['routing']}", 28))
+            for k, shade in zip(range(steps), reversed(_shades(steps, dark)), strict=True):
+                values = [row[k] if k < len(row) else math.nan for row in changes]
+                left.plot(layer["epochs"], values, "o-", color=shade, label=f"iteration {k + 1}", markersize=2.5)
+            left.set_ylim(bottom=0)
+            left.set_ylabel("change of logits")
+            left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            left.legend(loc="best", fontsize=7)
+            title(right, "On a log scale")
+            chosen = sorted({round(k * (len(changes) - 1) / (EPOCHS - 1)) for k in range(EPOCHS)})
+            for k, shade in zip(chosen, _shades(len(chosen), dark), strict=True):
+                label = f"epoch {layer['epochs'][k]}"
+                right.plot(range(1, steps + 1), changes[k], "o-", color=shade, label=label, markersize=2.5)
+            if numbers["paper"] and layer["routing"] == "Dynamic":
+                points = [(float(step), value) for step, value in numbers["paper"].items()]
+                right.plot(*zip(*points, strict=True), "D", color=theme(dark).wrong, label="the paper, epoch 500")
+            right.set_yscale("log")
+            right.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            right.margins(x=0.08)
+            right.legend(loc="best", fontsize=7)
+        grid[-1, 0].set_xlabel("epoch")
+        grid[-1, 1].set_xlabel("iteration")
+    return figure
+
+
+def draw_agreement(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
+    """What `analysis.histories.agreement` gives: as in Li's figure 2, grey the share of votes, blue their length.
+
+    Below it, how many votes are how long.
+    """
+    colours = theme(dark)
+    runs = numbers["runs"]
+    columns = max(len(run["panels"]) for run in runs)
+    edges, lengths = numbers["cosine_edges"], numbers["length_edges"]
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    with drawing(0.3 + 2.55 * len(runs), dark, layout="constrained") as figure:
+        for part, run in zip(figure.subfigures(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
+            part.suptitle(
+                shortened(f"{run['name']}: {run['layer']}, {run['routing']}", 64),
+                fontsize=9.5,
+                x=0.01,
+                ha="left",
+                weight="bold",
+            )
+            grid = part.subplots(2, columns, squeeze=False, sharey="row", height_ratios=(1.6, 1))
+            longest = max((value or 0 for panel in run["panels"] for value in panel["cosine_lengths"]), default=1) or 1
+            for column in range(columns):
+                above, below = grid[:, column]
+                if column >= len(run["panels"]):
+                    above.axis("off")
+                    below.axis("off")
+                    continue
+                panel = run["panels"][column]
+                above.set_title(f"epoch {panel['epoch']}", fontsize=8, color=colours.muted, weight="normal")
+                above.stairs(
+                    [100 * share for share in panel["cosine"]], edges, fill=True, color=colours.muted, alpha=0.45
+                )
+                above.set(xlim=(-1, 1), xticks=(-1, 0, 1))
+                twin = above.twinx()
+                twin.grid(False)
+                values = [math.nan if value is None else value for value in panel["cosine_lengths"]]
+                twin.plot(middles, values, color=colours.right, linewidth=1.3)
+                twin.set_ylim(0, 1.1 * longest)
+                last = column == len(run["panels"]) - 1
+                twin.tick_params(labelright=last, labelsize=6.5, labelcolor=colours.right)
+                above.tick_params(labelsize=6.5)
+                filled = _used(panel["lengths"])
+                below.stairs(
+                    [100 * share for share in panel["lengths"][filled]], lengths[filled.start : filled.stop + 1],
+                    fill=True, color=colours.right, alpha=0.55,
+                )  # fmt: skip
+                below.set_xscale("log")
+                below.tick_params(labelsize=6.5)
+                if last:
+                    twin.set_ylabel("length", fontsize=7, color=colours.right)
+            grid[0, 0].set_ylabel("% of votes\nby cosine", fontsize=7)
+            grid[1, 0].set_ylabel("% of votes\nby length", fontsize=7)
+            grid[0, 0].set_ylim(bottom=0)
+    return figure
+
+
+def _used(shares: Sequence[float]) -> slice:
+    """The bins that hold anything."""
+    full = [k for k, share in enumerate(shares) if share > 0] or [0]
+    return slice(full[0], full[-1] + 1)
 
 
 def _changes(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, dark: bool) -> None:

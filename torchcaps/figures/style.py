@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH = 5.2  # inches, so that nine points can be read on a phone
 DPI = 240
+MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,19 @@ def theme(dark: bool = False) -> Theme:
 @contextmanager
 def drawing(height: float, dark: bool = False, *, width: float = WIDTH, **options: Any) -> Iterator[Figure]:
     """A new figure, to be drawn within the block."""
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("figures need matplotlib: pip install 'torchcaps[figures]'") from None
+    need_matplotlib()
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
     with style.context(["default", _settings(theme(dark))]):
         yield Figure(figsize=(width, height), **options)
+
+
+def need_matplotlib() -> None:
+    try:
+        import matplotlib.style  # noqa: F401
+    except ImportError:
+        raise ValueError("figures need matplotlib: pip install 'torchcaps[figures]'") from None
 
 
 def png(figure: Figure) -> bytes:
@@ -74,6 +81,18 @@ def png(figure: Figure) -> bytes:
     with style.context("default"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # shown as a box
         figure.savefig(buffer, format="png", dpi=DPI, facecolor=figure.get_facecolor(), metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """As `png`, the same for the same figure."""
+    from matplotlib import style
+
+    buffer = io.BytesIO()
+    with style.context(["default", {"svg.hashsalt": "torchcaps"}]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        colour = figure.get_facecolor()
+        figure.savefig(buffer, format="svg", facecolor=colour, metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 

@@ -12,7 +12,7 @@ from torchcaps.figures.style import DARK, LIGHT, Theme
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure's PNG for light and for dark paper, and what it shows in words."""
+    """A figure's PNG, or GIF, for light and for dark paper, and what it shows in words."""
 
     light: bytes
     dark: bytes
@@ -101,7 +101,10 @@ def _section(section: Section) -> list[str]:
 
 
 def _figure(shown: Shown) -> list[str]:
-    light, dark = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in (shown.light, shown.dark))
+    light, dark = (
+        f"data:image/{'gif' if each.startswith(b'GIF8') else 'png'};base64,{base64.b64encode(each).decode()}"
+        for each in (shown.light, shown.dark)
+    )
     return [
         f'<div class="{"figure wide" if shown.wide else "figure"}"><picture>',
         f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">',

@@ -7,43 +7,57 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from torchcaps import figures
-from torchcaps.data import DataSet, Split
-from torchcaps.data.batches import Order, as_float
-from torchcaps.evaluate import (
-    THRESHOLD,
-    Predictions,
-    calibration,
-    confusion_matrix,
-    expected_calibration_error,
-    longest,
-)
+from torchcaps.analysis import examples
+from torchcaps.analysis.examples import chosen, lengths
+from torchcaps.data import DataSet
+from torchcaps.evaluate import Predictions, calibration, confusion_matrix, expected_calibration_error
+from torchcaps.figures.catalog import KINDS
 from torchcaps.figures.confusion import most_confused
-from torchcaps.figures.pictures import brightness
-from torchcaps.figures.reconstructions import columns_for
-from torchcaps.losses import multi_hot
-from torchcaps.models.heads import ActivationHead, LengthHead
+from torchcaps.figures.kind import RUNS
+from torchcaps.figures.mistakes import cases_of
+from torchcaps.figures.reconstructions import draw as draw_reconstructions
 from torchcaps.report import story
+from torchcaps.report.drawn import take_numbers
 from torchcaps.report.page import Page, Section, Shown, Table, render_page
-from torchcaps.runs import Opened
+from torchcaps.runs import Opened, open_run
 from torchcaps.train import checkpoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["Report", "chosen", "lengths", "write_report"]
+
 MISTAKES = 12
-SEARCHED = 5000  # right answers among which a spread of classes is looked for
+OWN = ("mistakes", "reconstructions")  # of the catalogue, which every report has
 LISTED = 15  # classes beyond which the confusion is also a list of pairs
 
 
-def write_report(folder: str | os.PathLike[str], *, data: DataSet | None = None) -> Path:
+@dataclass
+class Held(Opened):
+    """A run whose data set is loaded once."""
+
+    held: list[DataSet] = field(default_factory=list)
+
+    def data(self) -> DataSet:
+        if not self.held:
+            self.held.append(super().data())
+        return self.held[0]
+
+
+def write_report(
+    folder: str | os.PathLike[str],
+    *,
+    data: DataSet | None = None,
+    everything: bool = False,
+    beside: Sequence[str | os.PathLike[str]] = (),
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda title: None,
+) -> Path:
     """Writes curves.png, confusion.png, mistakes.png, reconstructions.png and the like, and report.html, its path.
 
     What a run has not got is left out: a network without decoder has no reconstructions, a run that was not tested has
@@ -51,9 +65,16 @@ def write_report(folder: str | os.PathLike[str], *, data: DataSet | None = None)
 
     Args:
         data: instead of the recipe's.
+        everything: with all figures of the catalogue that the run can give, which takes minutes.
+        beside: further runs, for those figures that compare several.
+        device: where the figures of the catalogue take their numbers.
+        say: is told the title of each of these before it is made.
     """
     folder = Path(folder)
     run = story.read_story(folder)
+    others = [open_run(each, device=device) for each in beside]
+    held = [] if data is None else [data]
+    opened = Held(**vars(run.opened), held=held)
     report = Report(folder)
     report.add(
         "curves",
@@ -65,7 +86,7 @@ def write_report(folder: str | os.PathLike[str], *, data: DataSet | None = None)
     if run.predictions is not None:
         _add_confusion(report, run.opened, run.predictions)
         try:
-            _add_pictures(report, run, run.predictions, data)
+            _add_pictures(report, opened)
         except (ValueError, OSError) as error:
             notes.append(f"There are no pictures of test images here: {error}.")
         _add_calibration(report, run.predictions)
@@ -76,6 +97,9 @@ def write_report(folder: str | os.PathLike[str], *, data: DataSet | None = None)
             Section("Routing", "On a fixed batch after some of the epochs, the palest the first."),
             "Mean change of the routing logits by iteration, and votes by cosine with their parent.",
         )
+    if everything:
+        mine = open_run(folder, device=device)
+        _add_catalogue(report, [Held(**vars(each), held=held if each is mine else []) for each in (mine, *others)], say)
     open_fields = "Assumed are the values that the paper leaves open." if run.recipe.assumed else ""
     report.sections += [
         Section("Recipe", open_fields, table=story.recipe_table(run), folded=True),
@@ -104,25 +128,6 @@ class Report:
         self.sections.append(replace(section, figure=shown))
 
 
-def chosen(predictions: Predictions) -> Tensor:
-    """What was said of each image: the k longest where every image has k labels, else those from the threshold on.
-
-    Shapes: -> bool [n, j]
-    """
-    counts = multi_hot(predictions.labels, predictions.scores.shape[1]).sum(dim=1)
-    if predictions.labels.dim() == 1 or bool((counts == counts[0]).all()):
-        return longest(predictions.scores, counts)
-    return predictions.probabilities >= THRESHOLD
-
-
-def lengths(opened: Opened, predictions: Predictions) -> tuple[Tensor, str]:
-    """What the bars show, and its name: lengths or activations where the network ranks classes by them."""
-    head = getattr(opened.model, "head", None)
-    if isinstance(head, LengthHead):
-        return predictions.scores, "capsule length"
-    return predictions.probabilities, "activation" if isinstance(head, ActivationHead) else "probability"
-
-
 def _add_confusion(report: Report, opened: Opened, predictions: Predictions) -> None:
     names = opened.class_names
     counts = confusion_matrix(predictions.scores, predictions.labels)
@@ -144,52 +149,57 @@ def _add_confusion(report: Report, opened: Opened, predictions: Predictions) -> 
     )
 
 
-def _add_pictures(report: Report, run: story.Story, predictions: Predictions, data: DataSet | None) -> None:
+def _add_pictures(report: Report, run: Opened) -> None:
     """The worst mistakes, and reconstructions where the decoder was trained."""
-    names = run.opened.class_names
-    said, right = chosen(predictions), multi_hot(predictions.labels, len(names))
-    values, measure = lengths(run.opened, predictions)
-    worst = figures.worst_mistakes(values, right, said, MISTAKES)
-    data = run.opened.data() if data is None else data
-    test = data.test.to("cpu")
-    order = Order(len(test), len(right), shuffle=len(right) < len(test), samples=len(right))
-    _, indices = next(order.shares(0))
-    _check_same(test, indices, predictions, worst)
-    images = test.gather(indices[worst]).images
-    cases = [
-        figures.Case(figures.picture(image), _classes(right[k]), _classes(said[k]), values[k].tolist(), int(indices[k]))
-        for image, k in zip(images, worst, strict=True)
-    ]
-    wrong = int((said != right).any(dim=1).sum())
-    how = f"{len(cases)} of {wrong:,} mistakes, those with the largest margin of the longest wrong capsule over the "
+    names = run.class_names
+    found = examples.mistakes([run], {"most": MISTAKES})
+    cases = found["cases"]
+    how = f"{len(cases)} of {found['wrong']:,} mistakes, those with the largest margin of the longest wrong capsule "
     report.add(
         "mistakes",
-        lambda dark: figures.mistakes(cases, names, measure=measure, dark=dark),
-        Section("Worst mistakes", f"{how}shortest right one." if cases else "No test image was wrongly classified."),
-        "; ".join(f"{_named(case.labels, names)} taken for {_named(case.chosen, names)}" for case in cases),
+        lambda dark: figures.mistakes(cases_of(found), names, measure=found["measure"], dark=dark),
+        Section(
+            "Worst mistakes", f"{how}over the shortest right one." if cases else "No test image was wrongly classified."
+        ),
+        "; ".join(f"{_named(case['labels'], names)} taken for {_named(case['chosen'], names)}" for case in cases),
     )
-    if getattr(run.opened.model, "decoder", None) is not None and run.recipe.reconstruction:
-        shape = figures.picture(images[0] if worst else test[0].image).shape
-        columns = columns_for(shape[0], shape[1])
-        good = _spread((said == right).all(dim=1), right, columns)
-        blocks = []
-        for title, rows, ways in (
-            ("Recognised", good, [("reconstruction", said, "right")]),
-            ("Mistaken", worst[:columns], [("as predicted", said, "wrong"), ("as labelled", right, "right")]),
-        ):
-            if rows:
-                seen = as_float(test.gather(indices[rows]).images)
-                for step in data.test_transform:
-                    seen = step(seen, None)
-                seen = seen[:, 0] if seen.dim() == 5 else seen  # the first of several crops
-                kinds = [(name, [_classes(classes[k]) for k in rows], tone) for name, classes, tone in ways]
-                blocks.append(_block(run.opened, title, seen, [_classes(right[k]) for k in rows], kinds))
+    if getattr(run.model, "decoder", None) is not None and run.recipe.reconstruction:
+        pictures = examples.reconstructions([run], {})
+        several = any("(" in word for block in pictures["blocks"] for each in block["strips"] for word in each["words"])
+        below = "(label, prediction, target)" if several else "the class that is decoded"
         report.add(
             "reconstructions",
-            lambda dark: figures.reconstructions(blocks, dark=dark),
-            Section("Reconstructions", "What the decoder makes of the capsules of the classes named below each."),
+            lambda dark: draw_reconstructions(pictures, dark=dark),
+            Section("Reconstructions", f"What the decoder makes of the capsules; below each: {below}."),
             "Test images and their reconstructions.",
         )
+
+
+def _add_catalogue(report: Report, runs: Sequence[Opened], say: Callable[[str], None]) -> None:
+    """Every figure of the catalogue that these runs can give, and a list of those that they cannot."""
+    missing: list[tuple[str, str]] = []
+    for kind in KINDS:
+        if kind.name in OWN:
+            continue
+        say(kind.title)
+        least, most = RUNS[kind.runs]
+        try:
+            if least > len(runs):
+                raise ValueError("it compares runs; --beside names another")
+            drawn = take_numbers(kind, runs[:most])
+            files = drawn.files()
+            shown = Shown(files[".png"], drawn.png(dark=True), kind.what, kind.wide)
+        except (ValueError, OSError) as error:
+            missing.append((kind.title, str(error)))
+            continue
+        drawn.write(report.folder / "figures", files)
+        text = kind.what + (f" ({kind.paper}.)" if kind.paper else "")
+        report.sections.append(Section(kind.title, text, figure=shown))
+        if ".gif" in files:
+            moving = Shown(files[".gif"], drawn.gif(dark=True) or b"", f"{kind.title}, moving.", kind.wide)
+            report.sections.append(Section(f"{kind.title}, moving", figure=moving))
+    if missing:
+        report.sections.append(Section("Not for this run", table=Table(missing, ("figure", "why not")), folded=True))
 
 
 def _add_calibration(report: Report, predictions: Predictions) -> None:
@@ -203,54 +213,6 @@ def _add_calibration(report: Report, predictions: Predictions) -> None:
         Section("Calibration", f"How often came true what was expected, by {of}: {distance:.2f} % off on average."),
         "How often predictions came true, by confidence.",
     )
-
-
-def _check_same(test: Split, indices: Tensor, predictions: Predictions, some: Sequence[int]) -> None:
-    """Refuses a test set that is not the one the predictions are of, as far as a few labels tell."""
-    which = torch.tensor([*range(min(64, len(indices))), *some])
-    if not torch.equal(test.gather(indices[which]).labels, predictions.labels[which]):
-        raise ValueError("the test set has changed since the run was tested")
-
-
-def _block(
-    opened: Opened,
-    title: str,
-    images: Tensor,
-    labels: Sequence[tuple[int, ...]],
-    kinds: Sequence[tuple[str, Sequence[tuple[int, ...]], str]],
-) -> figures.Block:
-    """Inputs, and below them, for each kind, what their capsules of some classes give: a strip for each object."""
-    names = opened.class_names
-    spans = [brightness(image) for image in images]
-    inputs = [figures.picture(image, *span) for image, span in zip(images, spans, strict=True)]
-    strips = [figures.Strip("input", inputs, [_named(each, names, ", ") for each in labels])]
-    for name, classes, tone in kinds:
-        most = max(1, *map(len, classes))
-        padded = torch.tensor([[*each, *[-1] * (most - len(each))] for each in classes])
-        with torch.inference_mode():
-            pictures = opened.model(images, padded).reconstruction
-        for k in range(most):
-            drawn: list[Any] = [
-                figures.picture(picture[k], *span) if k < len(each) else None
-                for picture, each, span in zip(pictures, classes, spans, strict=True)
-            ]
-            words = [names[each[k]] if k < len(each) else "" for each in classes]
-            strips.append(figures.Strip("" if k else name, drawn, words, tone))
-    return figures.Block(title, strips)
-
-
-def _spread(good: Tensor, right: Tensor, most: int) -> list[int]:
-    """Images recognised, of as many different classes as there are."""
-    rows = good.nonzero()[:SEARCHED, 0].tolist()
-    first: dict[tuple[int, ...], int] = {}
-    for row in rows:
-        first.setdefault(_classes(right[row]), row)
-    different = [first[key] for key in sorted(first)][:most]
-    return [*different, *(row for row in rows if row not in different)][:most]
-
-
-def _classes(row: Tensor) -> tuple[int, ...]:
-    return tuple(row.nonzero()[:, 0].tolist())
 
 
 def _named(classes: Sequence[int], names: Sequence[str], joined: str = " and ") -> str:

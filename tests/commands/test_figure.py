@@ -1,0 +1,132 @@
+"""Figures by the command line, from a small run to files and back."""
+
+import builtins
+import json
+import shutil
+
+import pytest
+
+from torchcaps.cli import main
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    monkeypatch.setattr("torchcaps.figures.style.DPI", 30)
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch):
+    """A finished run of two epochs, to be written into, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished / "runs" / "two" / "seed-0", "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("words", [["perturbations", "--set", "digit=3"], ["alignment", "--set", "images=20"],
+                                   ["reconstructions"], ["mistakes"], ["trajectory", "--set", "image=5"]],
+                         ids=lambda words: words[0])  # fmt: skip
+def test_a_figure_is_three_files_and_is_drawn_again_from_one(run, words, capsys):
+    name, *options = words
+    assert main(["figure", name, "run", *options]) == 0
+    assert capsys.readouterr().out.split() == [f"run/figures/{name}.{end}" for end in ("png", "svg", "json")]
+    shutil.rmtree("elsewhere", ignore_errors=True)
+    assert main(["figure", f"run/figures/{name}.json", "--out", "elsewhere"]) == 0
+    for end in ("png", "svg", "json"):
+        first, second = (run.parent / place / f"{name}.{end}" for place in ("run/figures", "elsewhere"))
+        assert first.read_bytes() == second.read_bytes()
+    about = json.loads((run / "figures" / f"{name}.json").read_text())
+    assert (about["figure"], about["runs"]) == (name, ["run"])
+    assert (run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((run / "figures").glob(".*"))
+
+
+def test_what_an_option_asks_for_is_what_the_numbers_have(run):
+    assert main(["figure", "perturbations", "run", "--set", "digit=3", "--set", "dims=2", "--dark"]) == 0
+    about = json.loads((run / "figures" / "perturbations.json").read_text())
+    assert about["numbers"]["class"] == "3"
+    assert len(about["numbers"]["pictures"]) == 2
+    assert about["options"] == {"image": None, "digit": 3, "dims": 2}
+
+
+def test_several_runs_share_a_plot(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = [str(finished / "runs" / "two" / f"seed-{k}") for k in (0, 1)]
+    assert main(["figure", "robustness", *runs, "--set", "images=8"]) == 0
+    assert capsys.readouterr().out.split()[0] == "figures/robustness.png"
+    about = json.loads((tmp_path / "figures" / "robustness.json").read_text())
+    assert [line["name"] for line in about["numbers"]["lines"]] == ["seed-0", "seed-1"]
+
+
+def test_all_figures_are_listed(capsys):
+    assert main(["figure"]) == 0
+    out = capsys.readouterr().out
+    for name in ("perturbations", "segments", "alignment-cosines", "variance", "robustness", "Sabour 2017"):
+        assert name in out
+
+
+def no_matplotlib(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["perturbation", "run"], "there is no figure 'perturbation'; did you mean perturbations"),
+        (["perturbations"], "the figure perturbations is of one run, got 0"),
+        (["perturbations", "run", "run"], "the figure perturbations is of one run, got 2"),
+        (["perturbations", "nowhere"], "there is no run folder nowhere"),
+        (["perturbations", "run", "--set", "colour=red"], "the figure perturbations has no option 'colour'; it has"),
+        (["perturbations", "run", "--set", "digit"], "an option is KEY=VALUE, got 'digit'"),
+        (["perturbations", "run", "--set", "digit=x"], "run knows no class 'x'; it has 0, 1, 2"),
+        (["perturbations", "run", "--set", "dims=0"], "dims is a whole number from 1, got 0"),
+        (["perturbations", "run", "--out", "run/recipe.json"], "run/recipe.json is no folder"),
+        (["alignment", "run", "--set", "images=0"], "images is a whole number from 1, got 0"),
+        (["segments", "run"], "run was trained on digits, whose images do not show two digits each"),
+        (["nothing.json"], "nothing.json cannot be read: No such file or directory"),
+        (["run/recipe.json"], "run/recipe.json holds no figure"),
+        (["run/recipe.json", "run"], "run/recipe.json is drawn from its numbers alone"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(run, words, sentence, capsys, checksum):
+    before = checksum(run)
+    assert main(["figure", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"torchcaps: {sentence}")
+    assert err.count("\n") == 1
+    assert checksum(run) == before
+
+
+def test_numbers_of_another_figure_are_refused(run, capsys):
+    about = {"figure": "perturbations", "runs": [], "options": {}, "numbers": {"amounts": []}}
+    (run / "odd.json").write_text(json.dumps(about))
+    assert main(["figure", "run/odd.json"]) == 2
+    assert "the numbers in run/odd.json are not those of perturbations" in capsys.readouterr().err
+    assert not (run / "perturbations.png").exists()
+
+
+def test_a_missing_extra_is_named(run, monkeypatch, capsys, checksum):
+    before = checksum(run)
+    no_matplotlib(monkeypatch)
+    for words in (["figure", "perturbations", "run"], ["report", "run"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == "torchcaps: figures need matplotlib: pip install 'torchcaps[figures]'\n"
+    assert checksum(run) == before
+
+
+def test_a_run_without_decoder(tmp_path, monkeypatch, capsys, small, no_report):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model-args.decoder", "false", "--reconstruction", "0", "--out", "bare"]
+    assert main(["train", "quick:digits", *small, *words]) == 0
+    for name in ("perturbations", "reconstructions", "segments"):
+        capsys.readouterr()
+        assert main(["figure", name, "bare"]) == 2
+        assert capsys.readouterr().err.startswith("torchcaps: bare has no decoder to draw with")
+    assert not (tmp_path / "bare" / "figures").exists()
