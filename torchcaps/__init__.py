@@ -12,7 +12,7 @@ from torchcaps import data, functional, layers, losses, models, ops, routing
 from torchcaps.functional import length, squash, squash_exp
 from torchcaps.layers import CapsuleStack, ConvCaps, Decoder, LinearCaps, PrimaryCaps
 from torchcaps.losses import margin_loss, reconstruction_loss, sinkhorn_divergence, spread_loss
-from torchcaps.models import CapsNet, create_model, list_models, register
+from torchcaps.models import CapsNet, create_model, list_models, load_pretrained, register
 from torchcaps.ops import Votes, vote_budget
 from torchcaps.types import Capsules, Output, Routing
 
@@ -35,6 +35,7 @@ __all__ = [
     "layers",
     "length",
     "list_models",
+    "load_pretrained",
     "losses",
     "margin_loss",
     "models",

@@ -228,6 +228,8 @@ def result_of(opened: Opened, data: DataSet, table: str, row: str, **figures: An
         "data": checksums(data.splits()),
         "device": f"{ranks} x {final.get('device', '')}" if ranks > 1 else final.get("device", ""),
         "seconds": final.get("seconds"),
+        "steps": final.get("step"),
+        "together": len(final.get("together", [0])),
         "energy": final.get("joules"),
     }
     return Result.now(**{**known, **figures})

@@ -19,6 +19,7 @@ from torch import nn
 from torchcaps import recipes
 from torchcaps.data import DataSet
 from torchcaps.models import create_model
+from torchcaps.models.pretrained import CONFIG, find_pretrained, shipped
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
 from torchcaps.train.prepare import load_data
@@ -50,11 +51,17 @@ class Opened:
 def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int | None = None) -> Opened:
     """Loads the network of a finished run, every bit of its file checked.
 
+    A folder that `torchcaps export` wrote, or the name of weights that come with the package, does as well.
+
     Args:
         device: "auto", "cpu", "cuda", "cuda:1" or "mps".
         epoch: one of those that keep_epochs named, instead of the one that the recipe selects.
     """
     folder = Path(folder)
+    if is_exported(folder):
+        if epoch is not None:
+            raise ValueError(f"{folder} has the weights of one epoch only; leave --epoch out")
+        return _open_exported(folder, pick_device(device))
     check_run(folder)
     where = pick_device(device)
     if epoch is None:
@@ -78,6 +85,25 @@ def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int
         raise ValueError(f"the weights in {path} do not fit {recipe.model} as it is built now") from None
     model = model.to(where).eval().requires_grad_(False)
     return Opened(folder, recipe, seed, model, image, class_names, shown, read_threshold(folder), where)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether it is no run's folder but one that `torchcaps export` wrote, or the name of weights in the package."""
+    if folder.is_dir():
+        return (folder / CONFIG).exists() and not (folder / "recipe.json").exists()
+    return str(folder) in shipped()
+
+
+def _open_exported(folder: Path, device: torch.device) -> Opened:
+    found = find_pretrained(folder)
+    about = found.about
+    try:
+        recipe, seed, epoch = recipes.from_dict(about["result"]["recipe"]), int(about["seed"]), int(about["epoch"])
+        threshold = None if about["threshold"] is None else float(about["threshold"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} does not say how its weights were trained: {error}") from None
+    model = found.load().to(device).requires_grad_(False)
+    return Opened(folder, recipe, seed, model, found.image, found.class_names, epoch, threshold, device)
 
 
 def pick_device(device: str = "auto") -> torch.device:

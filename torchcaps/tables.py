@@ -113,17 +113,17 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
         groups: dict[str, dict[Any, Result]] = {}
         for result in own:
             if result.row == row:
-                groups.setdefault(_variation(recipe, result), {})[result.seed, result.members] = result
-        notes = [sheet.note(text) for text in (_assumed(recipe), recipe.note) if text]
+                groups.setdefault(variation(recipe, result), {})[result.seed, result.members] = result
+        notes = [sheet.note(text) for text in (assumed(recipe), recipe.note) if text]
         metric = recipe.metric.replace("_", " ") + ("" if recipe.metric == "loss" else " %")
         plain = list(groups.pop("", {}).values())
         cells = _cells(recipe, plain) if plain else ("not run", "", "", "")
-        more = [sheet.note(text) for text in _remarks(plain)]
+        more = [sheet.note(text) for text in remarks(plain)]
         sheet.lines.append(Line((row, metric, recipe.reported, *cells), notes + more))
         for label, group in groups.items():
             runs = list(group.values())
-            remarks = [sheet.note(text) for text in _remarks(runs)]
-            sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), remarks, "variant"))
+            said = [sheet.note(text) for text in remarks(runs)]
+            sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
     for row, printed in getattr(table, "CITED", {}).items():
         sheet.lines.append(Line((row, "", str(printed), "cited", "", "", ""), kind="cited"))
     strangers = sorted({result.row for result in own} - set(table.ROWS))
@@ -132,7 +132,7 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
     return sheet
 
 
-def _variation(recipe: recipes.Recipe, result: Result) -> str:
+def variation(recipe: recipes.Recipe, result: Result) -> str:
     """In what a run differs from its row; empty if in nothing."""
     ours, theirs = recipe.to_dict(), result.recipe
     changes = []
@@ -143,7 +143,7 @@ def _variation(recipe: recipes.Recipe, result: Result) -> str:
             changes += [f"{name}.{key} = {_word(new.get(key))}" for key in keys]
         elif old != new:
             changes.append(f"{name} = {_word(new)}")
-    if result.epochs != recipe.epochs:
+    if result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
     together = recipe.metric.startswith("ensemble_")
     if result.members and not (together and len(result.members) == recipe.seeds):
@@ -167,6 +167,11 @@ def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, s
     return _mean([_figure(recipe.metric, run.test, run) for run in runs]), str(len(runs)), deviation, where
 
 
+def cell_of(metric: str, runs: Iterable[Result]) -> str:
+    """Mean ± standard deviation over the runs, in per cent but for a loss."""
+    return _mean([_figure(metric, run.test, run) for run in runs])
+
+
 def _figure(metric: str, figures: Mapping[str, Any], run: Result) -> float | None:
     if metric == "loss":
         values = run.curves.get("loss")
@@ -188,24 +193,24 @@ def _mean(values: list[float | None]) -> str:
     return f"{mean:.{digits}f}{spread}"
 
 
-def _remarks(runs: list[Result]) -> list[str]:
+def remarks(runs: list[Result]) -> list[str]:
     """What a reader should know of these runs."""
-    remarks = [
+    said = [
         f"members{', chosen on validation' * bool(run.chosen_from)}: {', '.join(run.members)}"
         for run in runs
         if run.members
     ]
     sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
-    remarks += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
+    said += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
     dirty = sorted({run.commit[:7] for run in runs if run.dirty})
     if dirty:
-        remarks.append(f"run with changes that commit {' and '.join(dirty)} does not have")
+        said.append(f"run with changes that commit {' and '.join(dirty)} does not have")
     if any(run.test_reads != 1 for run in runs):
-        remarks.append("the test set was read more than once")
-    return remarks
+        said.append("the test set was read more than once")
+    return said
 
 
-def _assumed(recipe: recipes.Recipe) -> str:
+def assumed(recipe: recipes.Recipe) -> str:
     """Fields that the paper leaves open, with the values taken."""
     values, words = recipe.to_dict(), []
     for path in recipe.assumed:
@@ -233,10 +238,12 @@ def _text(sheet: Sheet) -> str:
     return "\n\n".join([sheet.title, "\n".join([aligned[0], rule, *aligned[1:]]), *below]) + "\n"
 
 
-def _markdown(sheet: Sheet) -> str:
-    def escaped(text: str) -> str:
-        return " ".join("".join(f"\\{c}" if c in "\\|<>*_`" else c for c in text).split())
+def escaped(text: str) -> str:
+    """As a cell of Markdown."""
+    return " ".join("".join(f"\\{c}" if c in "\\|<>*_`" else c for c in text).split())
 
+
+def _markdown(sheet: Sheet) -> str:
     sides = ["---:" if heading in NUMBERS else "---" for heading in HEADINGS]
     lines = [f"### {escaped(sheet.title)}", "", f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
     for line in sheet.lines:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchcaps.data import Batch, DataSet, Stored
+from torchcaps.data.stronger import mirrored
 from torchcaps.losses import binary_cross_entropy
 from torchcaps.models import create_model
 from torchcaps.recipes import Recipe
@@ -194,6 +195,16 @@ def test_seeds_together_mix_as_each_does_alone(tmp_path):
     again = train(how, out=tmp_path / "halved", seed=0, resume=True, **options)
     whole = train(how, out=tmp_path / "whole", seed=0, **options)
     torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+def test_several_views_leave_the_routing_log_one(tmp_path):
+    views = replace(few_digits(), test_transform=(mirrored(),))
+    how = replace(SMALL, epochs=1, mixup=0.0)
+    train(how, out=tmp_path / "alone", data=views, device="cpu", log=None)
+    train_together(how, [0, 1], out=tmp_path / "both", data=views, device="cpu", log=None)
+    for place in ("alone", "both/seed-0", "both/seed-1"):
+        assert len((tmp_path / place / "routing.jsonl").read_text().splitlines()) == 1
+        assert "validation_error" in (tmp_path / place / "metrics.csv").read_text()
 
 
 def test_a_folder_from_before_a_field_can_be_resumed(tmp_path):

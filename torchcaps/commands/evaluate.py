@@ -26,7 +26,8 @@ def evaluate_runs(
     """Print the figures of finished runs. The test set is not read again for what is stored; else that is counted.
 
     Args:
-        runs: folders of runs, as torchcaps train made them.
+        runs: folders of runs, as torchcaps train made them; weights that torchcaps export wrote, or those in the
+            package by their names, do as well.
         split: test, or validation, which may be looked at as often as you like.
         protocol: another paper's treatment of the images than the recipe's, such as sabour2017.
         crops: sum the lengths over so many crops of each image, where the protocol has them.

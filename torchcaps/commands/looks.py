@@ -18,7 +18,7 @@ from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.finish import append_line, figures_of, finish, load_predictions, look, result_of
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result, read
-from torchcaps.runs import Opened, check_finished, check_run, open_run, read_json, read_recipe, write_json
+from torchcaps.runs import Opened, check_finished, check_run, is_exported, open_run, read_json, read_recipe, write_json
 from torchcaps.train import checkpoint
 from torchcaps.train.prepare import load_data
 
@@ -70,6 +70,10 @@ class Ask:
 
 def check(folder: Path, ask: Ask) -> None:
     """Refuses what cannot be asked, before anything is read or written."""
+    if is_exported(folder):
+        if ask.results:
+            raise ValueError(f"{folder} is no run, so there is no line to add to {ask.results}; leave --results out")
+        return
     check_run(folder)
     if ask.epoch is None:
         check_finished(folder)
@@ -86,6 +90,8 @@ def name_of(folder: Path) -> tuple[str, str]:
 
 
 def single(folder: Path, ask: Ask) -> Found:
+    if is_exported(folder):
+        return exported(folder, ask)
     if ask.split == "validation":
         return on_validation(folder, ask)
     if not ask.plain:
@@ -93,6 +99,19 @@ def single(folder: Path, ask: Ask) -> Found:
     stored = (folder / "test.json").exists()
     line = tested(folder, ask)
     return _found(folder, ask, line.test, line.epoch, stored)
+
+
+def exported(folder: Path, ask: Ask) -> Found:
+    """Of weights that were handed on. They are looked at anew, and nothing is written: their own run has the count."""
+    opened = open_run(folder, device=ask.device, epoch=ask.epoch)
+    recipe = ask.recipe(opened.recipe)
+    data = load_data(recipe)
+    if ask.split == "validation":
+        found = figures(validation_predictions(opened, data, recipe, ask))
+    else:
+        found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
+    protocol = ask.protocol or None
+    return Found(str(folder), ask.split, found, opened.epoch, None, False, protocol, ask.crops)
 
 
 def tested(folder: Path, ask: Ask) -> Result:
@@ -141,6 +160,8 @@ def further(folder: Path, ask: Ask) -> Found:
 
 def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
     """An ensemble by summed lengths. What its members said of the test set is stored, so it need not be read again."""
+    for folder in filter(is_exported, folders):
+        raise ValueError(f"{folder} is no run folder, and an ensemble is one of runs")
     names = {_short(folder): folder for folder in folders}
     if len(names) < len(folders):
         names = {str(folder): folder for folder in folders}

@@ -23,7 +23,7 @@ def predict_images(
     Files that cannot be read are named on stderr, the others go on; the exit code is then 2.
 
     Args:
-        run: the folder of a finished run.
+        run: the folder of a finished run, or the name of weights that come with the package.
         images: files, or folders, whose images are taken with those of the folders in them.
         json: print a JSON list instead of lines.
         threshold: below which it is none of these; by default what the run chose on its validation images, so that 99 %

@@ -13,6 +13,7 @@ from torchcaps import recipes, tables
 from torchcaps.commands.words import OWN, metric_name
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, read
+from torchcaps.results_page import page_disagreement, render_page
 from torchcaps.train import checkpoint
 
 WIDE = 200  # columns where there is no terminal to ask
@@ -25,6 +26,7 @@ def print_table(
     results: str = "",
     out: str = "",
     readme: str = "",
+    page: str = "",
     check: bool = False,
 ) -> int:
     """Print a table of a paper with our numbers beside its own: mean ± standard deviation over the seeds.
@@ -35,12 +37,15 @@ def print_table(
         results: a file or folder of results; the usual places if not given: results, or beside the runs.
         out: write the table to this file instead.
         readme: render the results section of this README anew, from all results.
-        check: with --readme, change nothing, but fail if the section is not as the results have it.
+        page: render this page of all rows that were to be reproduced, RESULTS.md, keeping what is written in it.
+        check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
     if readme:
         return _readme(Path(readme), results, check)
+    if page:
+        return _page(Path(page), results, check)
     if check:
-        raise ValueError("--check goes with --readme FILE")
+        raise ValueError("--check goes with --readme FILE or --page FILE")
     if not name:
         return _list(results)
     known: Any = recipes.tables().get(name, name)
@@ -114,6 +119,21 @@ def _readme(path: Path, results: str, check: bool) -> int:
         print(f"{path} is as the results have it")
         return 0
     changed = tables.update_readme(text, lines)
+    if changed != text:
+        checkpoint.write(path, changed.encode())
+    print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if changed != text else ', as before'}")
+    return 0
+
+
+def _page(path: Path, results: str, check: bool) -> int:
+    text = path.read_text() if path.exists() else ""
+    lines = read(results or "results")
+    if check:
+        if disagreement := page_disagreement(text, lines):
+            raise ValueError(f"{disagreement}; torchcaps table --page {path} renders it anew")
+        print(f"{path} is as the results have it")
+        return 0
+    changed = render_page(lines, text)
     if changed != text:
         checkpoint.write(path, changed.encode())
     print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if changed != text else ', as before'}")

@@ -13,6 +13,7 @@ from torchcaps.models import (  # noqa: F401
     rivals,
 )
 from torchcaps.models.network import CapsNet, Network
+from torchcaps.models.pretrained import load_pretrained
 from torchcaps.models.registry import create_model, list_models, register
 
-__all__ = ["CapsNet", "Network", "create_model", "list_models", "register"]
+__all__ = ["CapsNet", "Network", "create_model", "list_models", "load_pretrained", "register"]

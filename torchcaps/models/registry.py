@@ -74,12 +74,20 @@ def find_preset(name: str) -> Preset:
     return _presets[name]
 
 
-def create_model(name: str, *, budget: int = BUDGET, **options: Any) -> nn.Module:
+def create_model(name: str, *, pretrained: bool = False, budget: int = BUDGET, **options: Any) -> nn.Module:
     """Builds a preset. Options are the preset's own keywords; all take `image` and `classes`.
 
     Args:
+        pretrained: with trained weights that come with the package, in evaluation mode; the name may then be that of
+            any such weights, and options must fit them.
         budget: the most weights it may have; the network is measured before any memory is taken.
     """
+    if pretrained:
+        from torchcaps.models.pretrained import find_shipped, shipped
+
+        if name not in shipped():
+            find_preset(name)
+        return find_shipped(name).load(**options)
     preset = find_preset(name)
     _check_options(preset, options)
     options = {"image": tuple(options.pop("image", preset.options["image"])), **options}

@@ -101,7 +101,8 @@ class Session:
             split = (self.validation or self.batches).split
             count = min(64, len(split))
             options: dict[str, Any] = {"transform": self.data.test_transform, "shuffle": False, "samples": count}
-            self._few = next(batches_for(split, count, workers=0, **options).epoch(0)).images
+            images = next(batches_for(split, count, workers=0, **options).epoch(0)).images
+            self._few = images[:, 0] if images.dim() == 5 else images  # one crop of several
         return self._few
 
     def check_losses(self) -> None:

@@ -214,7 +214,8 @@ class Together(Seeds):
             split = self.batches.first.split if self.validation is None else self.validation.split
             count = min(64, len(split))
             options: dict[str, Any] = {"transform": self.data.test_transform, "shuffle": False, "samples": count}
-            self._few = next(batches_for(split, count, workers=0, **options).epoch(0)).images
+            images = next(batches_for(split, count, workers=0, **options).epoch(0)).images
+            self._few = images[:, 0] if images.dim() == 5 else images  # one crop of several
         one.load_state_dict(self.stack.weights(k))
         try:
             with self.fabric.autocast():

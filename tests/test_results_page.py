@@ -1,0 +1,224 @@
+"""RESULTS.md: rendered from the lines of runs, with what a person wrote in between left alone."""
+
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchcaps import recipes
+from torchcaps.cli import main
+from torchcaps.page_rows import GROUPS
+from torchcaps.recipes import with_overrides
+from torchcaps.results import Result, append, from_line, read
+from torchcaps.results_page import page_disagreement, render_page
+from torchcaps.tables import render
+
+ROOT = Path(__file__).parents[1]
+
+
+def result(name, error=0.0026, seed=0, epochs=None, changes=None, **values):
+    table, _, row = name.partition(":")
+    recipe = with_overrides(recipes.find(name), changes or {})
+    epochs = recipe.epochs if epochs is None else epochs
+    test = {"error": error, "accuracy": 1 - error, "standard_error": 0.0005, "images": 10_000}
+    known = {
+        "table": table,
+        "row": row,
+        "recipe": recipe.to_dict(),
+        "seed": seed,
+        "test": test,
+        "epochs": epochs,
+        "planned": recipes.find(name).epochs,
+        "device": "NVIDIA H200",
+        "seconds": 90.0,
+        "commit": "0123456789abcdef",
+        "finished": f"2026-01-01T00:00:{seed:02d}+00:00",
+    }
+    return Result(**{**known, **values})
+
+
+def rows(page, key):
+    """The cells of a section's table."""
+    section = page.split(f"<!-- reading {key}: begin -->")[0].rsplit("\n## ", 1)[1]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_every_row_is_there_and_not_run():
+    page = render_page([])
+    assert [int(group.key) for group in GROUPS] == list(range(1, 12))
+    for group in GROUPS:
+        found = rows(page, group.key)
+        assert len(found) == len(group.entries)
+        assert all(cells[3] == "not run" for cells in found)
+        for entry, cells in zip(group.entries, found, strict=True):
+            recipe = with_overrides(recipes.find(entry.row), entry.changes)
+            assert cells[0].startswith(entry.label)
+            assert cells[2] == (entry.printed or recipe.reported or "-")
+    assert "Other rows that were run" not in page
+    assert "best epoch on the test set" in rows(page, "1")[1][5]
+
+
+@pytest.mark.parametrize(
+    ("key", "printed"),
+    [
+        ("1", ["0.26", "0.26", "0.16"]),
+        ("3", ["0.25", "0.25"]),
+        ("4", ["5.1", "5.2", "7.5", "8.1"]),
+        ("5", ["-", "94.73"]),
+        ("6", ["99.46", "87.19", "88.61"]),
+        ("7", ["9.83", "5.82", "4.55"]),
+        ("8", ["0.39", "0.34", "0.29", "0.35", "0.48", "0.54", "0.4", "0.39"]),
+        ("9", ["79", "91.6", "-", "66"]),
+        ("11", ["92.65", "92.15", "87.10", "95.11", "85.74", "80.59", "83.39", "79.81"]),
+    ],
+)
+def test_the_papers_figures(key, printed):
+    assert [cells[2].split()[0] for cells in rows(render_page([]), key)] == printed
+
+
+def test_seeds_make_a_mean_and_settings_a_line():
+    errors = [0.0026, 0.0031, 0.0024]
+    name = "mazzia2021_table2:efficient"
+    runs = [result(name, error, seed, together=3) for seed, error in enumerate(errors)]
+    runs.append(result(name, 0.004, 0, epochs=50))
+    runs.append(result(name, 0.005, 0, changes={"batch_size": 64}, dirty=True))
+    plain, shorter, changed = rows(render_page(runs), "1")[:3]
+    mean, spread = statistics.mean(errors) * 100, statistics.stdev(errors) * 100
+    assert plain[1:6] == ["error %", "0.26 ± 0.0002", f"{mean:.3f} ± {spread:.3f}", "3", shorter[5]]
+    assert plain[6:] == ["100", "90 s, 3 at once on NVIDIA H200", "0123456"]
+    assert shorter[3:5] == ["0.400", "1"]
+    assert shorter[6] == "50 of 100, shortened"
+    assert changed[0].startswith("Efficient-CapsNet, with batch\\_size = 64")
+    assert changed[8] == "0123456\\*"
+    assert "1. assumed: schedule\\_args.floor = 5e-05" in render_page(runs)
+
+
+def test_of_two_runs_with_one_seed_the_later_counts():
+    name = "li2018_table3:1-master"
+    runs = [result(name, 0.1, 0, finished="2026-01-02"), result(name, 0.2, 0, finished="2026-01-01")]
+    assert rows(render_page(runs), "7")[0][3:5] == ["10.00", "1"]
+
+
+def test_settings_of_an_entry_claim_their_runs():
+    name = "tsai2020_table1:inverted-resnet-cifar10"
+    runs = [
+        result(name, 0.05),
+        result(name, 0.06, changes={"model_args.iterations": 1}),
+        result(name, 0.07, changes={"model_args.windows": "scrambled"}, seconds=600.0),
+    ]
+    page = render_page(runs)
+    assert [cells[3] for cells in rows(page, "2")] == ["95.00", "not run"]
+    scrambled, once = rows(page, "5")
+    assert (scrambled[0].split(" (")[0], scrambled[3], scrambled[7]) == (
+        "scrambled windows",
+        "93.00",
+        "10.0 min on NVIDIA H200",
+    )
+    assert (once[0].split(" (")[0], once[3]) == ("1 iteration", "94.00")
+
+
+def test_an_ensemble_stands_in_its_own_row():
+    members = tuple(f"efficient/seed-{k}" for k in range(30))
+    run = result("mazzia2021_table2:efficient", 0.0016, members=members, chosen_from=40)
+    page = render_page([run])
+    found = rows(page, "1")
+    assert [cells[3] for cells in found] == ["not run", "not run", "0.160"]
+    assert found[2][0].startswith("ensemble (")
+    assert "members, chosen on validation: efficient/seed-0" in page
+
+
+def test_both_figures_of_overlapping_digits():
+    run = result("sabour2017_table1:routing3-multimnist", 0.052)
+    run.test.update(exact_match_error=0.052, per_digit_error=0.027, sampled_from=10_000_000)
+    cells = rows(render_page([run]), "4")[1]
+    assert cells[1] == "exact match error and per digit error %"
+    assert cells[3] == "5.20; 2.70"
+    assert "tested on 10,000 of 10,000,000 images" in render_page([run])
+
+
+def test_a_run_that_stops_where_it_should_is_not_shortened():
+    name = "sabour2017_affnist:capsnet"
+    changes = {"data": "affnist_generated"}
+    runs = [
+        result(name, 0.2, seed, epochs=7 + seed, changes=changes, curves={"validation_error": [0.02, 0.0077]})
+        for seed in range(2)
+    ]
+    assert all(run.reached and not run.shortened for run in runs)
+    cells = rows(render_page(runs), "9")[0]
+    assert cells[3:5] == ["80.00 ± 0.00", "2"]
+    assert cells[6] == "7 to 8, at 99.23 % on validation"
+    plain = [replace(run, recipe=recipes.find(name).to_dict()) for run in runs]
+    assert "  80.00 ± 0.00  2" in render("sabour2017_affnist", plain)
+    late = replace(runs[0], curves={"validation_error": [0.0078]})
+    assert late.shortened
+    assert not late.reached
+
+
+def test_the_last_epoch_is_told_where_another_was_selected():
+    run = result("mazzia2021_table2:efficient-official", 0.0026, selected="best", epoch=90)
+    page = render_page([replace(run, test_last={"error": 0.003})])
+    assert "released code, best epoch on the test set: 0.300 with the last epoch instead" in page
+    assert "with the last epoch instead" not in render_page([run])
+
+
+def test_rows_that_nobody_asked_for_are_shown_too():
+    page = render_page([result("mazzia2021_table2:capsnet", 0.0036)])
+    assert rows(page, "others")[0][2:4] == ["0.36 ± 0.04", "0.360"]
+
+
+def test_what_a_person_wrote_stays():
+    page = render_page([])
+    page = page.replace(
+        "<!-- reading 4: begin -->\n", "<!-- reading 4: begin -->\n### Reading\n\nTwo digits *overlap*.\n\n"
+    )
+    again = render_page([result("li2018_table3:1-master", 0.1)], page)
+    assert "### Reading\n\nTwo digits *overlap*.\n\n<!-- reading 4: end -->" in again
+    assert render_page([result("li2018_table3:1-master", 0.1)], again) == again
+    assert page_disagreement(page, []) == ""
+    assert "but the results give '| master" in page_disagreement(page, [result("li2018_table3:1-master", 0.1)])
+    assert "of the page is" in page_disagreement(page.replace("not run", "run"), [])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda page: page.replace("<!-- reading 4: end -->", ""), "has lost its other end"),
+        (lambda page: page + "<!-- reading 4: begin -->\nx\n<!-- reading 4: end -->\n", "has two readings '4'"),
+        (
+            lambda page: page + "<!-- reading x: begin -->\nx\n<!-- reading x: end -->\n",
+            "a reading 'x', but no such section",
+        ),
+    ],
+)
+def test_nothing_that_was_written_is_lost(spoil, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        render_page([], spoil(render_page([])))
+
+
+def test_the_command_renders_and_checks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    append("results/x.jsonl", result("li2018_table3:1-master", 0.0983))
+    assert main(["table", "--page", "RESULTS.md", "--check"]) == 2
+    assert "torchcaps table --page RESULTS.md renders it anew" in capsys.readouterr().err
+    assert main(["table", "--page", "RESULTS.md"]) == 0
+    assert capsys.readouterr().out == "RESULTS.md has 1 result\n"
+    assert rows(Path("RESULTS.md").read_text(), "7")[0][3] == "9.83"
+    assert main(["table", "--page", "RESULTS.md"]) == 0
+    assert main(["table", "--page", "RESULTS.md", "--check"]) == 0
+    append("results/x.jsonl", result("li2018_table3:7-skip-both", 0.06))
+    assert main(["table", "--page", "RESULTS.md", "--check"]) == 2
+
+
+def test_lines_from_before_these_fields_can_be_read():
+    line = result("li2018_table3:1-master", 0.1, steps=12, together=4).line()
+    assert (from_line(line).steps, from_line(line).together) == (12, 4)
+    old = from_line(re.sub(r'"(steps|together)": \d+, ', "", line))
+    assert (old.steps, old.together) == (None, 1)
+
+
+def test_the_page_is_as_the_results_have_it():
+    path = ROOT / "RESULTS.md"
+    assert page_disagreement(path.read_text(), read(ROOT / "results")) == ""

@@ -1,0 +1,219 @@
+"""A finished run as weights to hand on: a folder ready for a model hub, or the package's own.
+
+>>> export_run("runs/quick-mnist/seed-0", "efficient_capsnet_mnist")
+>>> torchcaps.load_pretrained("efficient_capsnet_mnist")
+
+Half precision is taken only where it changes no prediction on the validation set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+
+from torchcaps.card import citation, model_card
+from torchcaps.data import DataSet
+from torchcaps.evaluate import Predictions, ranking
+from torchcaps.finish import look
+from torchcaps.models.pretrained import CONFIG, LIMIT, SHIPPED, WEIGHTS, find_pretrained
+from torchcaps.predictor import steps_of
+from torchcaps.results import Result, from_line
+from torchcaps.runs import Opened, is_exported, open_run
+from torchcaps.train import checkpoint
+
+LOOKED_AT = 10_000  # validation images that half precision is tried on, at most
+LICENCE = "apache-2.0"
+Say = Callable[[str], None]
+
+
+def export_run(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    half: bool = False,
+    onnx: bool = False,
+    device: str = "auto",
+    say: Say = lambda sentence: None,
+) -> Path:
+    """Writes config.json, model.safetensors, README.md, results.jsonl and SHA256SUMS; `load_pretrained` reads them.
+
+    Args:
+        out: a folder that is not there yet, or is empty.
+        half: float16, if the validation set shows no difference; refused if it does.
+        onnx: also model.onnx, checked against torch.
+        say: is told what was checked.
+    """
+    out = Path(out)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty; name a folder that is not there yet")
+    opened = open_run(run, device=device)
+    line = result_line(opened)
+    weights = network_weights(opened)
+    if half:
+        weights, changed, seen = halved(opened, weights)
+        if changed:
+            raise ValueError(
+                f"in half precision {changed} of {seen:,} validation images would get another class; leave --half out"
+            )
+        say(f"half precision changes the class of none of {seen:,} validation images")
+    files = {WEIGHTS: tensors_to_bytes(weights, {"format": "pt"})}
+    about = describe(opened, line, files[WEIGHTS], half)
+    if onnx:
+        from torchcaps.to_onnx import export_onnx
+
+        files["model.onnx"], difference = export_onnx(opened.model, opened.image, opened.class_names)
+        say(f"model.onnx gives what torch gives, to {difference:.0e}")
+    files[CONFIG] = _json(about)
+    files["README.md"] = model_card(out.resolve().name, about, line, sorted(files)).encode()
+    files["results.jsonl"] = line.line().encode() + b"\n"
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in sorted(files.items()))
+    files["SHA256SUMS"] = sums.encode()
+    _write_folder(out, files)
+    return out
+
+
+def ship_run(
+    run: str | os.PathLike[str], name: str = "", *, device: str = "auto", say: Say = lambda sentence: None
+) -> Path:
+    """Writes a run's weights into the package, in float16 where that changes no prediction on the validation set.
+
+    Args:
+        name: under which they are asked for; the preset's if not given.
+    """
+    opened = open_run(run, device=device)
+    line = result_line(opened)
+    name = name or opened.recipe.model
+    if not name.isidentifier():
+        raise ValueError(f"weights go by a name such as efficient_capsnet_mnist, got {name!r}")
+    whole = network_weights(opened)
+    weights, changed, seen = halved(opened, whole)
+    if changed:
+        say(f"kept in float32, as {changed} of {seen:,} validation images would get another class in float16")
+    else:
+        say(f"float16 changes the class of none of {seen:,} validation images")
+    content = tensors_to_bytes(whole if changed else weights, {"format": "pt"})
+    others = sum(p.stat().st_size for p in SHIPPED.glob("*.safetensors") if p.stem != name)
+    if others + len(content) > LIMIT:
+        raise ValueError(
+            f"the package's weights would take {(others + len(content)) / 1e6:.1f} MB, more than "
+            f"{LIMIT / 1e6:.0f}; torchcaps export RUN --out FOLDER writes a folder of its own"
+        )
+    SHIPPED.mkdir(exist_ok=True)
+    path = SHIPPED / f"{name}.safetensors"
+    checkpoint.write(path, content)
+    checkpoint.write(path.with_suffix(".json"), _json(describe(opened, line, content, not changed)))
+    return path
+
+
+def result_line(opened: Opened) -> Result:
+    """The results line that a tested run, or what was exported of it, keeps."""
+    folder = opened.folder
+    if is_exported(folder):
+        return from_line(json.dumps(find_pretrained(folder).about["result"]))
+    try:
+        return from_line((folder / "result.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has not been tested; torchcaps evaluate {folder} does that first") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / 'result.json'} cannot be read: {error}") from None
+
+
+def network_weights(opened: Opened) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous().clone() for name, value in opened.model.state_dict().items()}
+
+
+def halved(opened: Opened, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], int, int]:
+    """The weights rounded to float16, how many validation images then get other classes, and of how many.
+
+    What float16 cannot hold, such as a large variance of a batch norm, stays as it is.
+    """
+    data = opened.data()
+    if data.validation is None:
+        raise ValueError(
+            f"{opened.folder} was trained without a validation set, so half precision cannot be tried; leave it out"
+        )
+    rounded = {name: _half(value) for name, value in weights.items()}
+    before = _classes(opened, data)
+    opened.model.load_state_dict(rounded)
+    try:
+        after = _classes(opened, data)
+    finally:
+        opened.model.load_state_dict(weights)
+    return rounded, int((before != after).any(dim=1).sum()), len(before)
+
+
+def _half(value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    short = value.half()
+    return short if bool(short.isfinite().all()) else value
+
+
+def _classes(opened: Opened, data: DataSet) -> Tensor:
+    """The classes chosen for each validation image, as many as it has labels. Shapes: -> [n, k]"""
+    assert data.validation is not None
+    images = min(LOOKED_AT, len(data.validation))
+    found: Predictions = look(opened.model, data.validation, data, opened.recipe, images)
+    wanted = 1 if found.labels.dim() == 1 else found.labels.shape[1]
+    return ranking(found.scores)[:, :wanted].sort(dim=1).values
+
+
+def describe(opened: Opened, line: Result, content: bytes, half: bool) -> dict[str, Any]:
+    """All that is known of the weights, as JSON keeps it."""
+    recipe = opened.recipe
+    sizes = {name: p.numel() for name, p in opened.model.named_parameters()}
+    decoder = sum(size for name, size in sizes.items() if name.startswith("decoder."))
+    known = json.loads(line.line())
+    known.pop("curves")
+    for figures in (known["test"], known["validation"], known["test_last"]):
+        (figures or {}).pop("reliability", None)
+    return {
+        "library": "torchcaps",
+        "preset": recipe.model,
+        "options": {word: value for word, value in recipe.model_args.items() if word not in ("image", "classes")},
+        "image": list(opened.image),
+        "classes": len(opened.class_names),
+        "class_names": list(opened.class_names),
+        "data": recipe.data,
+        "protocol": recipe.protocol,
+        "input": ["pixels / 255", *map(repr, steps_of(opened))],
+        "threshold": opened.threshold,
+        "parameters": sum(sizes.values()) - decoder,
+        "decoder_parameters": decoder,
+        "dtype": "float16" if half else "float32",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "bytes": len(content),
+        "test_error": line.test["error"],
+        "seed": opened.seed,
+        "epoch": opened.epoch,
+        "licence": LICENCE,
+        "citation": citation(recipe.model),
+        "torch": torch.__version__,
+        "result": known,
+    }
+
+
+def _json(about: dict[str, Any]) -> bytes:
+    return json.dumps(about, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _write_folder(out: Path, files: dict[str, bytes]) -> None:
+    """Under another name first, so that the folder is there with all its files or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.part")
+    part.mkdir(exist_ok=True)
+    for left in part.iterdir():
+        left.unlink()
+    for name, content in files.items():
+        checkpoint.write(part / name, content)
+    if out.is_dir():
+        out.rmdir()
+    os.replace(part, out)

@@ -1,0 +1,205 @@
+"""RESULTS.md: every row that was to be reproduced, the papers' figures beside ours, and what a reader makes of them.
+
+The tables are rendered from the lines of finished runs. What a person wrote stands between markers with the name of its
+section, `<!-- reading 1: begin -->` and `<!-- reading 1: end -->`, and comes through every rendering as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchcaps import recipes
+from torchcaps.data import protocols
+from torchcaps.page_rows import GROUPS, Entry, Group
+from torchcaps.recipes import Recipe, with_overrides
+from torchcaps.results import Result
+from torchcaps.tables import assumed, cell_of, escaped, remarks, variation
+
+HEADINGS = ("row", "metric", "paper", "ours", "n", "protocol", "epochs", "a run took", "commit")
+RIGHT = {"paper", "ours", "n"}
+READING = re.compile(r"<!-- reading (\S+): begin -->\n(.*?)<!-- reading \1: end -->", re.DOTALL)
+INTRODUCTION = (
+    "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
+    "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run; epochs are "
+    "selected on held-out training images unless a protocol says otherwise. Shortened rows were trained for fewer "
+    "epochs than the paper's recipe has."
+)
+
+
+def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group] | None = None) -> str:
+    """The whole page; what `old` has between its reading markers stays."""
+    sections = [*(GROUPS if groups is None else groups)]
+    if groups is None:
+        sections += [_ours(), _others(results)]
+    keys = ["all", *(group.key for group in sections if group.entries)]
+    readings = _readings(old, keys)
+    claimed = _claimed(results, [entry for group in sections for entry in group.entries])
+    parts = ["# Results", INTRODUCTION, f"## Reading\n\n{_reading('all', readings)}"]
+    for group in sections:
+        if group.entries:
+            number = f"{group.key}. " if group.key.isdecimal() else ""
+            parts.append(f"## {number}{group.title}\n\n{_table(group, claimed)}\n\n{_reading(group.key, readings)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def page_disagreement(text: str, results: Sequence[Result]) -> str:
+    """Empty where the page is as the results have it, else a sentence with the first line that is not."""
+    wanted = render_page(results, text)
+    if wanted == text:
+        return ""
+    there, made = text.splitlines(), wanted.splitlines()
+    pairs = zip(there + [""] * len(made), made + [""] * len(there), strict=True)
+    number, (was, new) = next(
+        ((k, pair) for k, pair in enumerate(pairs, 1) if pair[0] != pair[1]), (len(made), ("", "a line's end"))
+    )
+    return f"line {number} of the page is {was!r}, but the results give {new!r}"
+
+
+def _ours() -> Group:
+    rows = recipes.tables()["ours"].ROWS
+    entries = tuple(Entry(name, f"ours:{name}", recipe.reported) for name, recipe in rows.items())
+    return Group("ours", "Our own rows", entries)
+
+
+def _others(results: Iterable[Result]) -> Group:
+    """Rows of the papers' tables that no group names, where they have been run."""
+    named = {entry.row for group in (*GROUPS, _ours()) for entry in group.entries}
+    known = set(recipes.names())
+    found = sorted({f"{result.table}:{result.row}" for result in results} & known - named)
+    return Group("others", "Other rows that were run", tuple(Entry(name, name) for name in found))
+
+
+def _claimed(results: Iterable[Result], entries: Sequence[Entry]) -> dict[int, list[Result]]:
+    """The runs of each entry, by its id: of those whose settings a run has, the one that asks for most has it."""
+    found: dict[int, list[Result]] = {id(entry): [] for entry in entries}
+    for result in sorted(results, key=lambda result: result.finished):
+        row = f"{result.table}:{result.row}"
+        fits = [e for e in entries if row == (e.of if result.members and e.of else e.row) and _has(result, e.changes)]
+        if fits:
+            found[id(max(fits, key=lambda e: (bool(e.of), len(e.changes))))].append(result)
+    return found
+
+
+def _has(result: Result, changes: Mapping[str, Any]) -> bool:
+    for path, value in changes.items():
+        name, _, key = path.partition(".")
+        own = result.recipe.get(name)
+        if (own.get(key) if key and isinstance(own, dict) else own) != value:
+            return False
+    return True
+
+
+def _table(group: Group, claimed: Mapping[int, list[Result]]) -> str:
+    notes: list[str] = []
+    sides = ["---:" if heading in RIGHT else "---" for heading in HEADINGS]
+    lines = [f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
+    for entry in group.entries:
+        for cells, said in _lines(entry, claimed[id(entry)]):
+            numbers = [_number(notes, text) for text in said]
+            first = cells[0] + "".join(f" ({number})" for number in numbers)
+            lines.append(f"| {' | '.join(escaped(cell) for cell in (first, *cells[1:]))} |")
+    numbered = "\n".join(f"{number}. {escaped(text)}" for number, text in enumerate(notes, 1))
+    return "\n".join(lines) + (f"\n\n{numbered}" if numbered else "")
+
+
+def _number(notes: list[str], text: str) -> int:
+    if text not in notes:
+        notes.append(text)
+    return 1 + notes.index(text)
+
+
+def _lines(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
+    """One for all runs with the same settings and epochs, each with what it has to note."""
+    recipe = with_overrides(recipes.find(entry.row), entry.changes)
+    groups: dict[tuple[str, int], dict[Any, Result]] = {}
+    for result in results:
+        epochs = recipe.epochs if result.reached else result.epochs
+        key = variation(recipe, replace(result, epochs=recipe.epochs)), epochs
+        groups.setdefault(key, {})[result.seed, result.members] = result
+    metrics = entry.metrics or (recipe.metric,)
+    words = " and ".join(metric.removeprefix("ensemble_").replace("_", " ") for metric in metrics) + " %"
+    printed = entry.printed or recipe.reported or "-"
+    said = [text for text in (assumed(recipe), recipe.note) if text]
+    lines: list[tuple[tuple[str, ...], list[str]]] = []
+    for (how, _), found in sorted(groups.items(), key=lambda group: (group[0][0] != "", -group[0][1], group[0][0])):
+        runs = list(found.values())
+        label = f"{entry.label}, with {how}" if how else entry.label
+        cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
+        lines.append((cells, [*said, *_last(metrics[0], label, runs), *remarks(runs)]))
+    return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
+
+
+def _ours_of(metrics: Sequence[str], runs: list[Result]) -> str:
+    cells = [cell_of(metric, runs) for metric in metrics]
+    return cells[0] if len(cells) == 1 else "; ".join(cells)
+
+
+def _last(metric: str, label: str, runs: list[Result]) -> list[str]:
+    """What the last epoch has, where another was selected in every run."""
+    last = [replace(run, test=run.test_last) for run in runs if run.test_last is not None]
+    return [f"{label}: {cell_of(metric, last)} with the last epoch instead"] if len(last) == len(runs) else []
+
+
+def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
+    """Protocol, epochs, time and device, commit."""
+    first = runs[0]
+    epochs = _span([run.epochs for run in runs])
+    if any(run.reached for run in runs):
+        epochs += f", at {100 * first.recipe['stop_at']:g} % on validation"
+    elif first.epochs != first.planned:
+        epochs += f" of {first.planned}" + ", shortened" * first.shortened
+    times = [run.seconds for run in runs if run.seconds is not None and not run.members]
+    took = _time(statistics.mean(times)) if times else "-"
+    together = max(run.together for run in runs)
+    took += f", {together} at once" * (together > 1 and bool(times))
+    devices = ", ".join(sorted({run.device for run in runs if run.device}))
+    commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
+    return _protocol(recipes.from_dict(first.recipe)), epochs, f"{took} on {devices}" if devices else took, commits
+
+
+def _protocol(recipe: Recipe) -> str:
+    """Whose protocol, and which epoch was taken by it; several views of a test image are said."""
+    words = [recipe.protocol or "none"]
+    held = recipe.validation
+    if held is None and recipe.protocol is not None:
+        known = protocols.protocol_options(recipe.protocol)
+        own = {word: value for word, value in recipe.data_args.items() if word in known}
+        held = protocols.find(recipe.protocol, recipe.data, **own).validation
+    on = "the test set" if held == "test" else "validation"
+    words.append(f"best epoch on {on}" if recipe.select == "best" else "last epoch")
+    if recipe.data_args.get("crops"):
+        words.append(f"{recipe.data_args['crops']} views of each test image")
+    return ", ".join(words)
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _reading(key: str, readings: Mapping[str, str]) -> str:
+    return f"<!-- reading {key}: begin -->\n{readings.get(key, '')}<!-- reading {key}: end -->"
+
+
+def _readings(old: str, keys: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, text in READING.findall(old):
+        if key in found:
+            raise ValueError(f"the page has two readings {key!r}; join them, so that none is lost")
+        found[key] = text
+    if old.count("<!-- reading ") != 2 * len(found):
+        raise ValueError("a marker of a reading in the page has lost its other end; mend it, so that nothing is lost")
+    for key, text in found.items():
+        if key not in keys and text.strip():
+            raise ValueError(f"the page has a reading {key!r}, but no such section; move its text to one of {keys}")
+    return found
