@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # bfloat16 kills Python on some CPUs that advertise AMX unless this is set before torch's first operation
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup run test bench soak lint format clean
+.PHONY: setup browser run test bench soak lint format clean
 
 setup: $(VENV)/.stamp
 
@@ -21,7 +21,15 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 run: setup
 	$(BIN)/torchcaps quick
 
-test: setup
+# the tests of the page look at it in Debian's Chromium, and are skipped where that cannot be had
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+		sudo=$$([ "$$(id -u)" = 0 ] || echo 'sudo -n'); \
+		$$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -qq --yes --no-install-recommends chromium; \
+	} >/dev/null 2>&1 || echo 'There is no Chromium and no way to install it: the tests of the page are skipped.'
+
+test: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 bench: setup
