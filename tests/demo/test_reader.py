@@ -11,6 +11,7 @@ from torchcaps.demo.paint import GREEN, RED
 from torchcaps.demo.reader import Reader, principal
 from torchcaps.demo.shelf import Shelf, as_reader, open_shipped
 from torchcaps.models import create_model
+from torchcaps.models.pretrained import shipped
 from torchcaps.runs import open_run
 
 Image = pytest.importorskip("PIL.Image")
@@ -206,3 +207,9 @@ def test_a_shelf_has_runs_first_and_shipped_weights_after(plain):
     assert shelf[NETWORK] is shelf[NETWORK]
     with pytest.raises(ValueError, match="there is no network 'other' here; there are no-decoder, "):
         shelf["other"]
+
+
+def test_networks_that_read_digits_come_first():
+    names = Shelf().names
+    assert names[0] == NETWORK
+    assert sorted(names) == shipped()

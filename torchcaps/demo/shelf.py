@@ -19,6 +19,8 @@ from torchcaps.models.pretrained import find_shipped, shipped
 from torchcaps.predictor import Predictor
 from torchcaps.runs import Opened, open_run
 
+DIGITS = tuple("0123456789")  # which can be drawn, so networks that read them come first
+
 
 class Shelf:
     """Opens the runs that were named at once, and the rest when it is asked for; a name twice gets a number."""
@@ -32,7 +34,7 @@ class Shelf:
             count = sum(reader.name == name.split(" (")[0] for name in self._opened)
             reader.name += f" ({count + 1})" if count else ""
             self._opened[reader.name] = reader
-        for name in shipped():
+        for name in sorted(shipped(), key=lambda name: find_shipped(name).class_names != DIGITS):
             self._closed[name if name not in self._opened else f"{name} (shipped)"] = partial(open_shipped, name)
         if not self.names:
             raise ValueError(

@@ -131,6 +131,8 @@ function put(id, picture, why) {
 
 function makeBars() {
   const rows = Math.min(state.about.classes.length, 12);
+  const longest = Math.max(...state.about.classes.map((name) => name.length));
+  $("bars").style.setProperty("--label", Math.min(110, Math.max(18, 8.5 * longest)) + "px");
   $("bars").replaceChildren(...Array.from({ length: rows }, (_, k) => {
     const row = document.createElement("button");
     row.className = "tc-bar";
