@@ -12,7 +12,7 @@ from torchcaps import recipes
 from torchcaps.data import DataSet, load
 from torchcaps.finish import finish, load_predictions, look
 from torchcaps.predictor import choose_threshold
-from torchcaps.results import read
+from torchcaps.results import read, thinned
 from torchcaps.runs import open_run
 from torchcaps.train import checkpoint, train
 
@@ -218,6 +218,14 @@ def test_without_matplotlib_a_sentence_says_how_to_get_it(folder, monkeypatch, t
     ended(folder, say=said.append)
     assert said == ["there is no report, as matplotlib is missing: pip install 'torchcaps[figures]'"]
     assert not (folder / "report.html").exists()
+
+
+def test_a_line_has_thin_curves_and_counts_all_epochs(folder, trained, monkeypatch):
+    monkeypatch.setattr(ending, "thinned", lambda curves: thinned(curves, 2))
+    line = ended(folder)
+    assert line.epochs == 3
+    assert line.curves["epoch"] == [1, 3]
+    assert line.curves["loss"] == [trained.metrics[k]["loss"] for k in (0, 2)]
 
 
 def test_curves_are_the_columns_of_the_metrics(tmp_path):

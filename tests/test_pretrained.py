@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torchcaps.models import pretrained
 from torchcaps.models.pretrained import LIMIT, SHIPPED, find_pretrained, find_shipped, shipped
 from torchcaps.predictor import Predictor
 from torchcaps.recipes import from_dict
+from torchcaps.results import read
 from torchcaps.runs import open_run
 
 NAME = "efficient_capsnet_mnist"
@@ -67,6 +69,19 @@ def test_each_file_is_what_its_json_says(name):
     assert "/" not in json.dumps(about["result"]["environment"])
     output = network(torch.rand(2, *found.image))
     assert output.probabilities.shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if find_shipped(name).about["result"]["table"] != "quick"])
+def test_its_line_stands_in_the_published_results(name):
+    """But for the curves and the points of the reliability diagram; quick rows are not published."""
+    own, published = find_shipped(name).about["result"], []
+    for line in read(Path(__file__).parents[1] / "results"):
+        values = json.loads(line.line())
+        del values["curves"]
+        for figures in (values["test"], values["validation"], values["test_last"]):
+            (figures or {}).pop("reliability", None)
+        published.append(values)
+    assert published.count(own) == 1
 
 
 def test_pretrained_is_the_network_itself_not_a_new_one():

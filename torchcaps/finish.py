@@ -21,7 +21,7 @@ from torchcaps.data import DataSet, Split, batches_for
 from torchcaps.evaluate import Figures, Predictions, figures, predict
 from torchcaps.predictor import choose_threshold
 from torchcaps.recipes import Recipe
-from torchcaps.results import Result, append, checksums, from_line, read
+from torchcaps.results import Result, append, checksums, from_line, read, thinned
 from torchcaps.runs import Opened, open_run, read_json, write_json
 from torchcaps.train import checkpoint
 from torchcaps.train.folder import Run
@@ -224,7 +224,7 @@ def result_of(opened: Opened, data: DataSet, table: str, row: str, **figures: An
         "epochs": len(next(iter(curves.values()), [])),
         "selected": opened.recipe.select,
         "epoch": opened.epoch,
-        "curves": curves,
+        "curves": thinned(curves),
         "data": checksums(data.splits()),
         "device": f"{ranks} x {final.get('device', '')}" if ranks > 1 else final.get("device", ""),
         "seconds": final.get("seconds"),

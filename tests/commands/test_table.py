@@ -8,7 +8,7 @@ import pytest
 from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.results import append, read
-from torchcaps.tables import BEGIN, END, readme_disagreement
+from torchcaps.results.tables import BEGIN, END, disagreement, update_readme
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,8 @@ def place(finished, monkeypatch):
 
 
 def test_the_readme_is_as_the_results_have_it():
-    assert readme_disagreement((ROOT / "README.md").read_text(), read(ROOT / "results")) == ""
+    text = (ROOT / "README.md").read_text()
+    assert disagreement(text, update_readme(text, read(ROOT / "results"))) == ""
 
 
 def test_recipes_has_a_line_for_each_row(capsys):
@@ -88,7 +89,7 @@ def test_the_readme_section_is_rendered_and_checked(capsys, place, tmp_path):
     readme.write_text(f"# A\n\n{BEGIN}\n{END}\n\nmore\n")
     words = ["table", "--readme", str(readme), "--results", "runs/two"]
     assert main([*words, "--check"]) == 2
-    assert capsys.readouterr().err.startswith("torchcaps: line 4 of the README is ")
+    assert capsys.readouterr().err.startswith(f"torchcaps: {readme}, line 4 is ")
     assert main(words) == 0
     assert capsys.readouterr().out == f"{readme} has 2 results\n"
     text = readme.read_text()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torchcaps import recipes, tables
+from torchcaps import recipes
 from torchcaps.commands.words import OWN, metric_name
 from torchcaps.recipes import Recipe
-from torchcaps.results import Result, read
-from torchcaps.results_page import page_disagreement, render_page
+from torchcaps.results import Result, read, tables
+from torchcaps.results.page import render_page
 from torchcaps.train import checkpoint
 
 WIDE = 200  # columns where there is no terminal to ask
@@ -41,9 +42,11 @@ def print_table(
         check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
     if readme:
-        return _readme(Path(readme), results, check)
+        _render_into(Path(readme), results, check, tables.update_readme)
     if page:
-        return _page(Path(page), results, check)
+        _render_into(Path(page), results, check, lambda text, lines: render_page(lines, text), new=True)
+    if readme or page:
+        return 0
     if check:
         raise ValueError("--check goes with --readme FILE or --page FILE")
     if not name:
@@ -107,37 +110,24 @@ def _list(results: str) -> int:
     return 0
 
 
-def _readme(path: Path, results: str, check: bool) -> int:
+def _render_into(
+    path: Path, results: str, check: bool, render: Callable[[str, list[Result]], str], new: bool = False
+) -> None:
+    """Writes a file anew from what it holds and from the results, or only looks whether it would change."""
     try:
-        text = path.read_text()
+        text = "" if new and not path.exists() else path.read_text()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     lines = read(results or "results")
+    wanted = render(text, lines)
     if check:
-        if disagreement := tables.readme_disagreement(text, lines):
-            raise ValueError(f"{disagreement}; torchcaps table --readme {path} renders it anew")
+        if sentence := tables.disagreement(text, wanted):
+            raise ValueError(f"{path}, {sentence}; the same command without --check renders it anew")
         print(f"{path} is as the results have it")
-        return 0
-    changed = tables.update_readme(text, lines)
-    if changed != text:
-        checkpoint.write(path, changed.encode())
-    print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if changed != text else ', as before'}")
-    return 0
-
-
-def _page(path: Path, results: str, check: bool) -> int:
-    text = path.read_text() if path.exists() else ""
-    lines = read(results or "results")
-    if check:
-        if disagreement := page_disagreement(text, lines):
-            raise ValueError(f"{disagreement}; torchcaps table --page {path} renders it anew")
-        print(f"{path} is as the results have it")
-        return 0
-    changed = render_page(lines, text)
-    if changed != text:
-        checkpoint.write(path, changed.encode())
-    print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if changed != text else ', as before'}")
-    return 0
+        return
+    if wanted != text:
+        checkpoint.write(path, wanted.encode())
+    print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if wanted != text else ', as before'}")
 
 
 def _results(table: str, where: str) -> list[Result]:

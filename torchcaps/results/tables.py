@@ -5,27 +5,21 @@
 
 from __future__ import annotations
 
-import html
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import zip_longest
 from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
+from torchcaps.results.sheet import FORMATS, Line, Sheet
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+DEFAULTS = recipes.Recipe(model="", data="").to_dict()
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
-HEADINGS = ("row", "metric", "paper", "ours", "n", "standard error", "epoch")
-NUMBERS = {"paper", "ours", "n", "standard error"}
 LEGEND = "Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set."
-STYLE = (
-    "body { font: 16px/1.5 system-ui, sans-serif; color-scheme: light dark; margin: 2em } "
-    "table { border-collapse: collapse } th, td { padding: .2em .8em; border-bottom: 1px solid #8886 } "
-    "th, td { text-align: left } .number { text-align: right } .cited { opacity: .7 }"
-)
 
 
 def render(table: Any, results: Iterable[Result], format: str = "text") -> str:
@@ -53,8 +47,7 @@ def render(table: Any, results: Iterable[Result], format: str = "text") -> str:
 def render_readme_section(results: Sequence[Result], tables: Iterable[Any] | None = None) -> str:
     """The tables of which something has been run, between two markers."""
     tables = recipes.tables().values() if tables is None else tables
-    ran = {result.table for result in results}
-    parts = [render(table, results, "markdown") for table in tables if _name(table) in ran]
+    parts = [render(table, results, "markdown") for table in tables if any(_by_row(table, results).values())]
     return "\n".join([BEGIN, "", *(parts or ["Nothing has been run yet.\n"]), END])
 
 
@@ -64,15 +57,13 @@ def update_readme(text: str, results: Sequence[Result], tables: Iterable[Any] | 
     return before + render_readme_section(results, tables) + after
 
 
-def readme_disagreement(text: str, results: Sequence[Result], tables: Iterable[Any] | None = None) -> str:
-    """Empty where the results section is as the results have it, else a sentence with the first line that is not."""
-    wanted = update_readme(text, results, tables)
-    if wanted == text:
-        return ""
-    there, made = text.splitlines(), wanted.splitlines()
-    pairs = zip(there + [""] * len(made), made + [""] * len(there), strict=True)
-    number, (old, new) = next((k, pair) for k, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return f"line {number} of the README is {old!r}, but the results give {new!r}"
+def disagreement(text: str, wanted: str) -> str:
+    """Empty where a text is as the results have it, else a sentence with the first line that is not."""
+    there, made = text.splitlines(keepends=True), wanted.splitlines(keepends=True)
+    for number, (old, new) in enumerate(zip_longest(there, made, fillvalue=""), 1):
+        if old != new:
+            return f"line {number} is {old!r}, but the results give {new!r}"
+    return ""
 
 
 def _around(text: str) -> tuple[str, str]:
@@ -83,41 +74,17 @@ def _around(text: str) -> tuple[str, str]:
     return before, after
 
 
-@dataclass
-class Line:
-    """A table's line; `notes` are the numbers of its notes."""
-
-    cells: tuple[str, ...]
-    notes: list[int] = field(default_factory=list)
-    kind: str = "row"  # row, variant or cited
-
-
-@dataclass
-class Sheet:
-    title: str
-    lines: list[Line] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    legend: str = ""  # where there are numbers to explain
-
-    def note(self, text: str) -> int:
-        if text not in self.notes:
-            self.notes.append(text)
-        return 1 + self.notes.index(text)
-
-
 def _sheet(table: Any, results: list[Result]) -> Sheet:
-    name, sheet = _name(table), Sheet(table.TITLE)
-    own = sorted((result for result in results if result.table == name), key=lambda result: result.finished)
-    sheet.legend = LEGEND if own else ""
+    found, sheet = _by_row(table, results), Sheet(table.TITLE)
+    sheet.legend = LEGEND if any(found.values()) else ""
     for row, recipe in table.ROWS.items():
         groups: dict[str, dict[Any, Result]] = {}
-        for result in own:
-            if result.row == row:
-                groups.setdefault(variation(recipe, result), {})[result.seed, result.members] = result
+        for result in found[row]:
+            groups.setdefault(variation(recipe, result), {})[result.seed, result.members] = result
         notes = [sheet.note(text) for text in (assumed(recipe), recipe.note) if text]
         metric = recipe.metric.replace("_", " ") + ("" if recipe.metric == "loss" else " %")
         plain = list(groups.pop("", {}).values())
-        cells = _cells(recipe, plain) if plain else ("not run", "", "", "")
+        cells = _cells(recipe, plain) if plain else ("not run", "", "", "", "")
         more = [sheet.note(text) for text in remarks(plain)]
         sheet.lines.append(Line((row, metric, recipe.reported, *cells), notes + more))
         for label, group in groups.items():
@@ -125,24 +92,34 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
             said = [sheet.note(text) for text in remarks(runs)]
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
     for row, printed in getattr(table, "CITED", {}).items():
-        sheet.lines.append(Line((row, "", str(printed), "cited", "", "", ""), kind="cited"))
-    strangers = sorted({result.row for result in own} - set(table.ROWS))
+        sheet.lines.append(Line((row, "", str(printed), "cited", "", "", "", ""), kind="cited"))
+    strangers = sorted(found.keys() - table.ROWS.keys())
     if strangers:
         sheet.note(f"there are results of rows that this table does not have: {', '.join(strangers)}")
     return sheet
 
 
+def _by_row(table: Any, results: Iterable[Result]) -> dict[str, list[Result]]:
+    """The results of a table's rows, oldest first, and of rows that it does not have."""
+    name = _name(table)
+    found: dict[str, list[Result]] = {row: [] for row in table.ROWS}
+    for result in sorted(results, key=lambda result: result.finished):
+        together = [row for row, recipe in table.ROWS.items() if is_ensemble_for(recipe, result)]
+        if result.table == name and (not together or result.row in together):
+            found.setdefault(result.row, []).append(result)
+        elif together:
+            found[together[0]].append(result)
+    return found
+
+
+def is_ensemble_for(recipe: recipes.Recipe, result: Result) -> bool:
+    """Whether the row counts ensembles, and this is one of networks trained as it says, as whichever row that was."""
+    return bool(result.members) and recipe.metric.startswith("ensemble_") and not _changes(recipe, result)
+
+
 def variation(recipe: recipes.Recipe, result: Result) -> str:
     """In what a run differs from its row; empty if in nothing."""
-    ours, theirs = recipe.to_dict(), result.recipe
-    changes = []
-    for name in sorted(ours.keys() & theirs.keys() - TELLS_NOTHING):
-        old, new = ours[name], theirs[name]
-        if isinstance(old, dict) and isinstance(new, dict):
-            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            changes += [f"{name}.{key} = {_word(new.get(key))}" for key in keys]
-        elif old != new:
-            changes.append(f"{name} = {_word(new)}")
+    changes = _changes(recipe, result)
     if result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
     together = recipe.metric.startswith("ensemble_")
@@ -153,8 +130,22 @@ def variation(recipe: recipes.Recipe, result: Result) -> str:
     return ", ".join(changes)
 
 
-def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
-    """Ours, n, standard error, epoch."""
+def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
+    """Fields with another value than the row's; one that a line is too old to have is at its default there."""
+    ours, theirs = recipe.to_dict(), {**DEFAULTS, **result.recipe}
+    changes = []
+    for name in sorted(ours.keys() & theirs.keys() - TELLS_NOTHING):
+        old, new = ours[name], theirs[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            changes += [f"{name}.{key} = {_word(new.get(key))}" for key in keys]
+        elif old != new:
+            changes.append(f"{name} = {_word(new)}")
+    return changes
+
+
+def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, str, str]:
+    """Ours, n, standard error, epoch, time."""
     epochs = sorted({run.epochs if run.epoch is None else run.epoch for run in runs})
     span = f"{epochs[0]}" + (f" to {epochs[-1]}" if len(epochs) > 1 else "")
     where = f"{' or '.join(sorted({run.selected for run in runs}))} {span} of {recipe.epochs}"
@@ -164,7 +155,26 @@ def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, s
         100 * run.test["standard_error"] for run in runs if isinstance(run.test.get("standard_error"), int | float)
     ]
     deviation = f"{statistics.mean(errors):.2f}" if errors and recipes.is_share_of_images(recipe.metric) else ""
-    return _mean([_figure(recipe.metric, run.test, run) for run in runs]), str(len(runs)), deviation, where
+    return cell_of(recipe.metric, runs), str(len(runs)), deviation, where, took(runs)
+
+
+def took(runs: Sequence[Result]) -> str:
+    """The mean time of a run and the devices; of seeds that were trained at once, the share of each.
+
+    Empty where it is not known, as for ensembles, whose members were trained before.
+    """
+    timed = [run for run in runs if run.seconds is not None and not run.members]
+    if not timed:
+        return ""
+    seconds, together = statistics.mean(run.seconds or 0.0 for run in timed), max(run.together for run in timed)
+    devices = ", ".join(sorted({run.device for run in timed if run.device}))
+    return _time(seconds) + f" each, {together} at once" * (together > 1) + (f" on {devices}" if devices else "")
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def cell_of(metric: str, runs: Iterable[Result]) -> str:
@@ -220,63 +230,6 @@ def assumed(recipe: recipes.Recipe) -> str:
             value = value.get(key, ...) if isinstance(value, dict) else ...
         words.append(path if value is ... else f"{path} = {_word(value)}")
     return "assumed: " + ", ".join(words) if words else ""
-
-
-def _text(sheet: Sheet) -> str:
-    rows = [HEADINGS, *(("  " * (line.kind == "variant") + _marked(line), *line.cells[1:]) for line in sheet.lines)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        "  ".join(
-            cell.rjust(width) if heading in NUMBERS else cell.ljust(width)
-            for cell, width, heading in zip(row, widths, HEADINGS, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    notes = [f"({number}) {text}" for number, text in enumerate(sheet.notes, 1)]
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    below = [part for part in ("\n".join(notes), sheet.legend) if part]
-    return "\n\n".join([sheet.title, "\n".join([aligned[0], rule, *aligned[1:]]), *below]) + "\n"
-
-
-def escaped(text: str) -> str:
-    """As a cell of Markdown."""
-    return " ".join("".join(f"\\{c}" if c in "\\|<>*_`" else c for c in text).split())
-
-
-def _markdown(sheet: Sheet) -> str:
-    sides = ["---:" if heading in NUMBERS else "---" for heading in HEADINGS]
-    lines = [f"### {escaped(sheet.title)}", "", f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
-    for line in sheet.lines:
-        first = "with " * (line.kind == "variant") + _marked(line)
-        lines.append("| " + " | ".join(map(escaped, (first, *line.cells[1:]))) + " |")
-    notes = [f"{number}. {escaped(text)}" for number, text in enumerate(sheet.notes, 1)]
-    below = [part for part in ("\n".join(notes), sheet.legend) if part]
-    return "\n\n".join(["\n".join(lines), *below]) + "\n"
-
-
-def _html(sheet: Sheet) -> str:
-    def row(cells: Iterable[str], tag: str, kind: str = "row") -> str:
-        marks = [' class="number"' if heading in NUMBERS else "" for heading in HEADINGS]
-        inner = "".join(f"<{tag}{m}>{html.escape(cell)}</{tag}>" for m, cell in zip(marks, cells, strict=True))
-        return f'<tr class="{kind}">{inner}</tr>'
-
-    title = html.escape(sheet.title)
-    body = [
-        row(("with " * (line.kind == "variant") + _marked(line), *line.cells[1:]), "td", line.kind)
-        for line in sheet.lines
-    ]
-    notes = ["<ol>", *(f"<li>{html.escape(note)}</li>" for note in sheet.notes), "</ol>"] if sheet.notes else []
-    notes += [f"<p>{sheet.legend}</p>"] if sheet.legend else []
-    head = ["<!doctype html>", '<html lang="en">', '<meta charset="utf-8">', f"<title>{title}</title>"]
-    table = ["<table>", f"<caption>{title}</caption>", row(HEADINGS, "th"), *body, "</table>"]
-    return "\n".join([*head, f"<style>{STYLE}</style>", *table, *notes, "</html>", ""])
-
-
-FORMATS = {"text": _text, "markdown": _markdown, "html": _html}
-
-
-def _marked(line: Line) -> str:
-    return line.cells[0] + "".join(f" ({number})" for number in line.notes)
 
 
 def _name(table: Any) -> str:

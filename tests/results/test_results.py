@@ -7,18 +7,19 @@ import math
 import os
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchcaps import recipes, results
+from torchcaps import recipes
 from torchcaps.data import load
 from torchcaps.data.generated import MultiMNIST
 from torchcaps.evaluate import Predictions, figures
 from torchcaps.recipes import Recipe
-from torchcaps.results import Result, append, checksums, from_line, read
-from torchcaps.tables import BEGIN, END, readme_disagreement, render, render_readme_section, update_readme
+from torchcaps.results import Result, append, checksums, from_line, ledger, read, thinned
+from torchcaps.results.tables import BEGIN, END, disagreement, render, render_readme_section, update_readme
 
 BASE = Recipe(
     "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
@@ -47,32 +48,33 @@ def result(row="three", error=0.0025, seed=0, table="first_table1", recipe=BASE,
 
 
 FIRST_RESULTS = [
-    result(seed=0, error=0.0024, dirty=True, commit="abcdef012345"),
-    result(seed=1, error=0.0028, finished="2026-01-02"),
+    result(seed=0, error=0.0024, dirty=True, commit="abcdef012345", seconds=60.0, device="cpu"),
+    result(seed=1, error=0.0028, finished="2026-01-02", seconds=90.0, device="cpu"),
     result(seed=1, error=0.5, finished="2026-01-01"),
-    result(seed=0, error=0.0044, epochs=3),
-    result(seed=0, error=0.0055, recipe=replace(BASE, lr=0.5, model_args={"iterations": 1}), test_reads=2),
+    result(seed=0, error=0.0044, epochs=3, seconds=9000.0),
+    result(seed=0, error=0.0055, recipe=replace(BASE, lr=0.5, model_args={"r": 1}), test_reads=2),
     result("gone"),
 ]
 alone, pair, curve = SECOND.ROWS.values()
+TOOK = {"seconds": 5.5, "together": 2}
 SECOND_RESULTS = [
-    result("alone", 0.06, 0, "second_table2", alone, selected="best", epoch=3, test_last={"accuracy": 0.93}),
-    result("alone", 0.05, 1, "second_table2", alone, selected="best", epoch=5, test_last={"accuracy": 0.92}),
-    result("pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1"), chosen_from=3),
+    result("alone", 0.06, 0, "second_table2", alone, selected="best", epoch=3, test_last={"accuracy": 0.93}, **TOOK),
+    result("alone", 0.05, 1, "second_table2", alone, selected="best", epoch=5, test_last={"accuracy": 0.92}, **TOOK),
+    result("pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1"), chosen_from=3, **TOOK),
     result("pair", 0.05, 0, "second_table2", pair),
-    result("curve", 0.05, 0, "second_table2", curve, curves={"loss": [0.5, 0.125]}),
+    result("curve", 0.05, 0, "second_table2", curve, curves={"loss": [0.5, 0.125]}, seconds=600.0),
 ]
 
 FIRST_TEXT = """\
 First 2017, table 1: test error (%)
 
-row                                        metric          paper           ours  n  standard error  epoch
------------------------------------------------------------------------------------------------------------------
-three (1) (2)                              error %  0.25 ± 0.005  0.260 ± 0.028  2            0.05  last 10 of 10
-  3 of 10 epochs                                                          0.440  1            0.05  last 3 of 10
-  lr = 0.5, model_args.iterations = 1 (3)                                 0.550  1            0.05  last 10 of 10
-one (1) (4)                                error %          0.29        not run
-Others, 2016                                                0.31          cited
+row                               metric          paper           ours  n  standard error  epoch          a run took
+---------------------------------------------------------------------------------------------------------------------
+three (1) (2)                     error %  0.25 ± 0.005  0.260 ± 0.028  2            0.05  last 10 of 10  75 s on cpu
+  3 of 10 epochs                                                 0.440  1            0.05  last 3 of 10   2.5 h
+  lr = 0.5, model_args.r = 1 (3)                                 0.550  1            0.05  last 10 of 10
+one (1) (4)                       error %          0.29        not run
+Others, 2016                                       0.31          cited
 
 (1) assumed: lr = 0.001, schedule_args.decay, luck
 (2) run with changes that commit abcdef0 does not have
@@ -85,12 +87,12 @@ Ours: mean ± standard deviation over n seeds; the standard error is that of a s
 SECOND_MARKDOWN = """\
 ### Second \\<2020\\> & others: accuracy\\_\\*
 
-| row | metric | paper | ours | n | standard error | epoch |
-| --- | --- | ---: | ---: | ---: | ---: | --- |
-| alone | accuracy % | 95.14 | 94.50 ± 0.71 | 2 | 0.05 | best 3 to 5 of 5, last 92.50 ± 0.71 |
-| pair (1) | ensemble accuracy % | 96.0 | 96.00 | 1 | 0.05 | last 5 of 5 |
-| with members alone |  |  | 95.00 | 1 | 0.05 | last 5 of 5 |
-| curve | loss |  | 0.125 | 1 |  | last 5 of 5 |
+| row | metric | paper | ours | n | standard error | epoch | a run took |
+| --- | --- | ---: | ---: | ---: | ---: | --- | --- |
+| alone | accuracy % | 95.14 | 94.50 ± 0.71 | 2 | 0.05 | best 3 to 5 of 5, last 92.50 ± 0.71 | 5.5 s each, 2 at once |
+| pair (1) | ensemble accuracy % | 96.0 | 96.00 | 1 | 0.05 | last 5 of 5 |  |
+| with members alone |  |  | 95.00 | 1 | 0.05 | last 5 of 5 |  |
+| curve | loss |  | 0.125 | 1 |  | last 5 of 5 | 10.0 min |
 
 1. members, chosen on validation: alone seed 0, alone seed 1
 
@@ -190,7 +192,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(results.os, call, full)
+        patch.setattr(ledger.os, call, full)
         with pytest.raises(OSError, match="No space"):
             append(path, result(seed=1))
     assert path.read_bytes() == before
@@ -208,7 +210,7 @@ def test_four_processes_give_four_whole_lines(tmp_path, monkeypatch):
         os.sched_yield()
         return write(descriptor, data[:1000])
 
-    monkeypatch.setattr(results.os, "write", in_pieces)
+    monkeypatch.setattr(ledger.os, "write", in_pieces)
     gate, opener = os.pipe()
     children = []
     for seed in range(4):
@@ -230,23 +232,23 @@ def test_four_processes_give_four_whole_lines(tmp_path, monkeypatch):
 
 
 def test_outside_a_checkout_the_commit_is_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "PACKAGE", tmp_path)
-    assert results.source() == ("unknown", False)
+    monkeypatch.setattr(ledger, "PACKAGE", tmp_path)
+    assert ledger.source() == ("unknown", False)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "other").touch()
     for words in (["init", "-q"], ["add", "other"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    assert results.source() == ("unknown", False)  # someone else's checkout, in which the package is installed
+    assert ledger.source() == ("unknown", False)  # someone else's checkout, in which the package is installed
     (tmp_path / "__init__.py").touch()
     for words in (["add", "."], ["commit", "-qm", "second"]):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    commit, dirty = results.source()
+    commit, dirty = ledger.source()
     assert len(commit) == 40
     assert not dirty
     (tmp_path / "routing.py").touch()
-    assert results.source() == (commit, True)
+    assert ledger.source() == (commit, True)
     monkeypatch.setenv("PATH", "")
-    assert results.source() == ("unknown", False)
+    assert ledger.source() == ("unknown", False)
 
 
 def test_checksums_tell_data_apart():
@@ -316,6 +318,49 @@ def test_members_a_sample_and_other_metrics_are_told_as_they_are():
     assert ") tested on 1,000 of 10,000 images\n" in text
 
 
+def test_an_ensemble_goes_to_the_row_that_counts_it():
+    """Whichever row its members were trained as, in the same table or in another."""
+    both = replace(BASE, metric="ensemble_error", seeds=2)
+    first = SimpleNamespace(__name__="first_table1", TITLE="First", ROWS={"three": BASE, "together": both})
+    other = SimpleNamespace(__name__="other", TITLE="Other", ROWS={"pair": both})
+    lines = [result(seed=0), result(error=0.0011, members=("a", "b")), result(error=0.0012, members=("a", "b", "c"))]
+    shown = [line.strip().split("  ")[0] for line in render(first, lines).splitlines()[4:7]]
+    assert shown == ["three (1)", "together (1) (2)", "an ensemble of 3 (3)"]
+    assert render(first, lines).count("0.110") == 1
+    assert next(line for line in render(other, lines).splitlines() if line.startswith("pair")).split()[-7] == "0.110"
+    assert "### Other" in render_readme_section(lines, [first, other])
+    assert "### Other" not in render_readme_section(lines[:1], [first, other])
+    changed = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, lr=0.5))
+    assert "not run" in render(other, [changed])
+    assert "lr = 0.5, an ensemble of 2" in render(first, [changed])
+
+
+def test_a_field_that_a_line_is_too_old_to_have_is_at_its_default():
+    old = result()
+    del old.recipe["mixup"]
+    table = SimpleNamespace(__name__="first_table1", TITLE="First", ROWS={"three": BASE})
+    assert "mixup" not in render(table, [old])
+    table.ROWS["three"] = replace(BASE, mixup=0.5)
+    assert "  mixup = 0.0 " in render(table, [old])
+
+
+@pytest.mark.parametrize("length", [1, 99, 100, 101, 350, 100_000])
+def test_long_curves_keep_a_hundred_points_with_their_epochs(length):
+    curves = {"loss": [k / 7 for k in range(length)], "validation_error": [None] * length}
+    found = thinned(curves)
+    if length <= 100:
+        assert found is curves
+        return
+    assert list(found) == ["epoch", "loss", "validation_error"]
+    assert {len(values) for values in found.values()} == {100}
+    assert found["loss"] == [(epoch - 1) / 7 for epoch in found["epoch"]]
+    assert (found["epoch"][0], found["epoch"][-1]) == (1, length)
+    gaps = [after - before for before, after in pairwise(found["epoch"])]
+    assert max(gaps) - min(gaps) <= 1 <= min(gaps)
+    assert thinned(found) is found
+    assert thinned({}) == {}
+
+
 def test_a_figure_that_is_missing_is_not_made_up():
     lines = [result(seed=0), result(seed=1, test={"error": "0.1"}), result(seed=2, test={})]
     assert "not known for 2 of 3" in render(FIRST, lines)
@@ -349,17 +394,20 @@ def test_unknown_tables_and_formats_are_refused_with_what_there_is():
 def test_the_readme_section_follows_the_results():
     readme = f"# A\n\n{BEGIN}\nold\n{END}\n\nmore\n"
     lines, tables = SECOND_RESULTS, [FIRST, SECOND]
-    assert "line 4 of the README is 'old', but the results give ''" in readme_disagreement(readme, lines, tables)
     updated = update_readme(readme, lines, tables)
+    assert disagreement(readme, updated) == r"line 4 is 'old\n', but the results give '\n'"
     assert SECOND_MARKDOWN in updated
     assert "First" not in updated
     assert updated.startswith("# A\n\n")
     assert updated.endswith("\n\nmore\n")
-    assert readme_disagreement(updated, lines, tables) == ""
+    assert disagreement(updated, updated) == ""
+    last = len(updated.splitlines())
+    assert disagreement(updated, updated[:-1]) == rf"line {last} is 'more\n', but the results give 'more'"
     assert update_readme(updated, lines, tables) == updated
     assert "0.04" not in updated
-    assert readme_disagreement(updated.replace("94.50", "94.60"), lines, tables)
-    assert readme_disagreement(updated, lines[1:], tables)
+    spoilt = updated.replace("94.50", "94.60")
+    assert "94.60" in disagreement(spoilt, update_readme(spoilt, lines, tables))
+    assert "94.50" in disagreement(updated, update_readme(updated, lines[1:], tables))
     assert "Nothing has been run yet" in render_readme_section([])
     for bad in ("", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
         with pytest.raises(ValueError, match="once each"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import torchcaps.export as exporting
+import torchcaps.export.weights as exporting
 import torchcaps.finish as ending
 from torchcaps import load_pretrained, recipes
 from torchcaps.cli import main
@@ -18,12 +18,13 @@ from torchcaps.commands import export as verb
 from torchcaps.data import load
 from torchcaps.evaluate import predict
 from torchcaps.export import export_run, ship_run
+from torchcaps.export.card import model_card
+from torchcaps.export.onnx import export_onnx
 from torchcaps.finish import finish
 from torchcaps.models import create_model, pretrained
 from torchcaps.recipes import with_overrides
-from torchcaps.results import read
+from torchcaps.results import Result, read
 from torchcaps.runs import open_run
-from torchcaps.to_onnx import export_onnx
 from torchcaps.train import train
 from torchcaps.types import Output
 
@@ -96,6 +97,26 @@ def test_the_card_says_what_is_so_and_its_code_runs(run, tmp_path, monkeypatch):
     header = card.split("---")[1]
     assert "license: apache-2.0" in header
     assert f"value: {json.dumps(round(1 - line.test['error'], 6))}" in header
+
+
+def test_the_card_of_two_digits_without_validation():
+    """The exact match is told apart from single digits, and a share of the time from the whole."""
+    recipe = recipes.find("ours:multimnist")
+    test = {"error": 0.1186, "standard_error": 0.001, "images": 100_000, "per_digit_error": 0.0608}
+    line = Result(
+        table="ours", row="multimnist", recipe=recipe.to_dict(), seed=1, test=test, epochs=25, planned=25, epoch=25,
+        seconds=96.0, device="GPU", together=2, commit="0123456789abcdef",
+    )  # fmt: skip
+    about = {
+        "preset": recipe.model, "options": {}, "data": recipe.data, "image": [1, 36, 36], "classes": 10,
+        "class_names": list("0123456789"), "parameters": 154_656, "decoder_parameters": 0, "dtype": "float32",
+        "input": ["pixels / 255"], "threshold": None, "licence": "apache-2.0", "citation": "nobody",
+    }  # fmt: skip
+    card = model_card("two", about, line, [])
+    assert "| test | 100,000 | 11.86 | 0.10 |\n\nThe error is that of the exact match; per digit 6.08 %." in card
+    assert "trained for 25 epochs in 96 s on GPU, its share of 2 seeds at once." in card
+    assert "| validation |" not in card
+    assert "model.onnx" not in card
 
 
 def test_half_precision_keeps_every_class(run, tmp_path):
@@ -210,7 +231,7 @@ def test_onnx_gives_what_torch_gives_for_any_batch(run, tmp_path, capsys):
 
 
 def test_onnx_says_what_is_missing(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torchcaps.to_onnx.find_spec", lambda name: None if name != "onnx" else object())
+    monkeypatch.setattr("torchcaps.export.onnx.find_spec", lambda name: None if name != "onnx" else object())
     assert main(["export", str(run), "--out", str(tmp_path / "net"), "--onnx", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == (
         "torchcaps: ONNX needs onnxscript and onnxruntime: pip install 'torchcaps[export]'\n"
@@ -220,7 +241,7 @@ def test_onnx_says_what_is_missing(run, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs torchcaps[export]")
 def test_an_onnx_file_that_differs_is_not_written(monkeypatch):
-    monkeypatch.setattr("torchcaps.to_onnx.CLOSE", -1.0)
+    monkeypatch.setattr("torchcaps.export.onnx.CLOSE", -1.0)
 
     class Plain(torch.nn.Linear):
         def forward(self, images):

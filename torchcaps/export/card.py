@@ -89,7 +89,8 @@ def _numbers(line: Result) -> str:
         error, spread = (100 * figures[key] for key in ("error", "standard_error"))
         table.append(f"| {word} | {figures['images']:,} | {error:.2f} | {spread:.2f} |")
     recipe, reads = line.recipe, "once" if line.test_reads == 1 else f"{line.test_reads} times"
-    took = f" in {line.seconds:,.0f} s on {line.device}" if line.seconds and line.device else ""
+    share = f", its share of {line.together} seeds at once" if line.together > 1 else ""
+    took = f" in {line.seconds:,.0f} s on {line.device}{share}" if line.seconds and line.device else ""
     shortened = f", shortened from {line.planned}" if line.shortened else ""
     epoch = f"epoch {line.epoch} of" if line.epoch else "the last of"
     chosen = "the best on the validation set" if line.selected == "best" else "the last one"
@@ -101,7 +102,7 @@ def _numbers(line: Result) -> str:
         f"loss {recipe['loss']}, optimiser {recipe['optimizer']}, batches of {recipe['batch_size']}.",
         f"Code: commit {line.commit[:12]}{' with changes' if line.dirty else ''}.",
     ]
-    if len(rows) > 1 and "per_digit_error" in line.test:
+    if "per_digit_error" in line.test:
         sentences.insert(
             0, f"The error is that of the exact match; per digit {100 * line.test['per_digit_error']:.2f} %."
         )
@@ -119,11 +120,9 @@ def _loading(name: str, about: dict[str, Any], onnx: bool) -> str:
         "",
         f"model = torchcaps.load_pretrained({name!r})  # this folder",
         f"output = model(torch.rand(1, {first}))",
-        "output.probabilities, output.capsules.poses",
+        "output.probabilities, output.capsules",
         "```",
     ]
-    if "capsnet" not in about["preset"] and "inverted" not in about["preset"]:
-        code[-2] = "output.probabilities"
     text = "\n".join(code) + (
         f"\n\nWhat is done to an image first: {'; then '.join(f'`{step}`' for step in about['input'])}. "
         f"From a shell, `torchcaps predict {name} IMAGE` does all of that with images of any size."

@@ -25,16 +25,18 @@ from torchcaps import recipes
 
 log = logging.getLogger("torchcaps")
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
+MOST_POINTS = 100  # of a curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """A finished run. `test` is of the epoch that the recipe selects, `test_last` of the last where that is another.
 
-    `planned` are the epochs that the table's row asks for, `energy` joules, `curves` one value an epoch for each word,
-    `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many they were chosen
-    on validation, None where they were not; `together` says how many seeds were trained at once, sharing the `seconds`.
+    `planned` are the epochs that the table's row asks for, `energy` joules, `curves` a value an epoch for each word,
+    but see `thinned`, `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many
+    they were chosen on validation, None where they were not. `together` says how many seeds were trained at once:
+    `seconds` and `energy` are then a share of the whole.
     """
 
     table: str
@@ -83,6 +85,18 @@ class Result:
     def line(self) -> str:
         """Numbers that are none become null."""
         return json.dumps(_plain({**asdict(self), "shortened": self.shortened}), ensure_ascii=False, allow_nan=False)
+
+
+def thinned(curves: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
+    """Of curves with a value an epoch, so many at most, evenly, from the first to the last; `epoch` says which.
+
+    The run's own folder has all of them.
+    """
+    length = len(next(iter(curves.values()), []))
+    if length <= most:
+        return curves
+    kept = [round(k * (length - 1) / (most - 1)) for k in range(most)]
+    return {"epoch": [1 + k for k in kept], **{word: [values[k] for k in kept] for word, values in curves.items()}}
 
 
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {

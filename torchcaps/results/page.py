@@ -7,17 +7,17 @@ section, `<!-- reading 1: begin -->` and `<!-- reading 1: end -->`, and comes th
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torchcaps import recipes
 from torchcaps.data import protocols
-from torchcaps.page_rows import GROUPS, Entry, Group
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result
-from torchcaps.tables import assumed, cell_of, escaped, remarks, variation
+from torchcaps.results.plan import BESIDE_OURS, BOTH, GROUPS, Entry, Group
+from torchcaps.results.sheet import escaped
+from torchcaps.results.tables import assumed, cell_of, is_ensemble_for, remarks, took, variation
 
 HEADINGS = ("row", "metric", "paper", "ours", "n", "protocol", "epochs", "a run took", "commit")
 RIGHT = {"paper", "ours", "n"}
@@ -26,7 +26,7 @@ INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run; epochs are "
     "selected on held-out training images unless a protocol says otherwise. Shortened rows were trained for fewer "
-    "epochs than the paper's recipe has."
+    "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time."
 )
 
 
@@ -46,22 +46,12 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
     return "\n\n".join(parts) + "\n"
 
 
-def page_disagreement(text: str, results: Sequence[Result]) -> str:
-    """Empty where the page is as the results have it, else a sentence with the first line that is not."""
-    wanted = render_page(results, text)
-    if wanted == text:
-        return ""
-    there, made = text.splitlines(), wanted.splitlines()
-    pairs = zip(there + [""] * len(made), made + [""] * len(there), strict=True)
-    number, (was, new) = next(
-        ((k, pair) for k, pair in enumerate(pairs, 1) if pair[0] != pair[1]), (len(made), ("", "a line's end"))
-    )
-    return f"line {number} of the page is {was!r}, but the results give {new!r}"
-
-
 def _ours() -> Group:
     rows = recipes.tables()["ours"].ROWS
-    entries = tuple(Entry(name, f"ours:{name}", recipe.reported) for name, recipe in rows.items())
+    entries = tuple(
+        Entry(name, f"ours:{name}", BESIDE_OURS.get(name, ""), metrics=BOTH if recipe.metric in BOTH else ())
+        for name, recipe in rows.items()
+    )
     return Group("ours", "Our own rows", entries)
 
 
@@ -78,10 +68,15 @@ def _claimed(results: Iterable[Result], entries: Sequence[Entry]) -> dict[int, l
     found: dict[int, list[Result]] = {id(entry): [] for entry in entries}
     for result in sorted(results, key=lambda result: result.finished):
         row = f"{result.table}:{result.row}"
-        fits = [e for e in entries if row == (e.of if result.members and e.of else e.row) and _has(result, e.changes)]
+        together = [entry for entry in entries if is_ensemble_for(_recipe(entry), result)]
+        fits = together or [entry for entry in entries if row == entry.row and _has(result, entry.changes)]
         if fits:
-            found[id(max(fits, key=lambda e: (bool(e.of), len(e.changes))))].append(result)
+            found[id(max(fits, key=lambda entry: len(entry.changes)))].append(result)
     return found
+
+
+def _recipe(entry: Entry) -> Recipe:
+    return with_overrides(recipes.find(entry.row), entry.changes)
 
 
 def _has(result: Result, changes: Mapping[str, Any]) -> bool:
@@ -114,7 +109,7 @@ def _number(notes: list[str], text: str) -> int:
 
 def _lines(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
     """One for all runs with the same settings and epochs, each with what it has to note."""
-    recipe = with_overrides(recipes.find(entry.row), entry.changes)
+    recipe = _recipe(entry)
     groups: dict[tuple[str, int], dict[Any, Result]] = {}
     for result in results:
         epochs = recipe.epochs if result.reached else result.epochs
@@ -152,13 +147,8 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
         epochs += f", at {100 * first.recipe['stop_at']:g} % on validation"
     elif first.epochs != first.planned:
         epochs += f" of {first.planned}" + ", shortened" * first.shortened
-    times = [run.seconds for run in runs if run.seconds is not None and not run.members]
-    took = _time(statistics.mean(times)) if times else "-"
-    together = max(run.together for run in runs)
-    took += f", {together} at once" * (together > 1 and bool(times))
-    devices = ", ".join(sorted({run.device for run in runs if run.device}))
     commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
-    return _protocol(recipes.from_dict(first.recipe)), epochs, f"{took} on {devices}" if devices else took, commits
+    return _protocol(recipes.from_dict(first.recipe)), epochs, took(runs), commits
 
 
 def _protocol(recipe: Recipe) -> str:
@@ -179,12 +169,6 @@ def _protocol(recipe: Recipe) -> str:
 def _span(numbers: list[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _reading(key: str, readings: Mapping[str, str]) -> str:

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from torchcaps.card import citation, model_card
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Predictions, ranking
+from torchcaps.export.card import citation, model_card
 from torchcaps.finish import look
 from torchcaps.models.pretrained import CONFIG, LIMIT, SHIPPED, WEIGHTS, find_pretrained
 from torchcaps.predictor import steps_of
@@ -67,7 +67,7 @@ def export_run(
     files = {WEIGHTS: tensors_to_bytes(weights, {"format": "pt"})}
     about = describe(opened, line, files[WEIGHTS], half)
     if onnx:
-        from torchcaps.to_onnx import export_onnx
+        from torchcaps.export.onnx import export_onnx
 
         files["model.onnx"], difference = export_onnx(opened.model, opened.image, opened.class_names)
         say(f"model.onnx gives what torch gives, to {difference:.0e}")

@@ -1,0 +1,5 @@
+"""A finished run as weights to hand on: in a folder for a model hub, in the package, as ONNX."""
+
+from torchcaps.export.weights import export_run, ship_run
+
+__all__ = ["export_run", "ship_run"]
