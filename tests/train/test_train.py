@@ -376,6 +376,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+def test_what_is_told_of_a_row_may_change_before_it_is_resumed(tmp_path):
+    tiny(RECIPE, tmp_path / "run", limit=3)
+    tiny(replace(RECIPE, note="in other words", reported="0.1", seeds=9), tmp_path / "run", resume=True)
+    tiny(RECIPE, tmp_path / "whole")
+    resumed, whole = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
+    assert resumed.pop("recipe") != whole.pop("recipe")
+    assert resumed == whole
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path):
     tiny(RECIPE, tmp_path, limit=3)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

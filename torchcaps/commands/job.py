@@ -19,6 +19,7 @@ from torchcaps.commands.words import Row, described, figure, headline, metric_na
 from torchcaps.data import DataSet
 from torchcaps.finish import finish, validate
 from torchcaps.models import create_model
+from torchcaps.recipes import differing
 from torchcaps.results import Result, read
 from torchcaps.runs import open_run, read_json, read_recipe, write_json
 from torchcaps.train import checkpoint, train
@@ -123,11 +124,15 @@ class Job:
         """Whether a seed needs no training any more; refuses folders that hold something else."""
         folder = self.folders[seed]
         done = (folder / "final.json").exists()
-        if done and read_recipe(folder) != (self.row.recipe, seed):
+        if done and not self.holds(folder, seed):
             raise ValueError(f"{folder} holds a finished run of another recipe or seed; choose another folder by --out")
         if checkpoint.steps(folder / "checkpoints") and not (done and self.several):
             open_folder(folder, self.row.recipe, seed, self.options["resume"])
         return done
+
+    def holds(self, folder: Path, seed: int) -> bool:
+        recipe, own = read_recipe(folder)
+        return own == seed and differing(self.row.recipe.to_dict(), recipe.to_dict()) is None
 
     def paused(self, runs: list[Run]) -> int | None:
         """The exit code where a signal or the limit ended these runs before their time, having said so."""

@@ -127,6 +127,15 @@ class Recipe:
         return json.loads(json.dumps(asdict(self)))
 
 
+TOLD = ("seeds", "metric", "reported", "assumed", "note")  # of a row, and no step of its training depends on them
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first field in which the trainings of two recipes, as `to_dict` gives them, differ; either may lack some."""
+    one, other = {**DEFAULTS, **one}, {**DEFAULTS, **other}
+    return next((name for name in one if name not in TOLD and one[name] != other.get(name)), None)
+
+
 def from_dict(values: Mapping[str, Any]) -> Recipe:
     """The recipe that `to_dict` came from."""
     if not isinstance(values, Mapping):
@@ -271,3 +280,6 @@ def _read_any(text: str) -> Any:
         return float(text)
     except ValueError:
         return text
+
+
+DEFAULTS = {name: value for name, value in Recipe(model="", data="").to_dict().items() if name not in ("model", "data")}

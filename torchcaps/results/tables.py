@@ -17,7 +17,6 @@ from torchcaps.results import Result
 from torchcaps.results.sheet import FORMATS, Line, Sheet
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-DEFAULTS = recipes.Recipe(model="", data="").to_dict()
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
 LEGEND = "Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set."
 
@@ -132,7 +131,7 @@ def variation(recipe: recipes.Recipe, result: Result) -> str:
 
 def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
     """Fields with another value than the row's; one that a line is too old to have is at its default there."""
-    ours, theirs = recipe.to_dict(), {**DEFAULTS, **result.recipe}
+    ours, theirs = recipe.to_dict(), {**recipes.DEFAULTS, **result.recipe}
     changes = []
     for name in sorted(ours.keys() & theirs.keys() - TELLS_NOTHING):
         old, new = ours[name], theirs[name]

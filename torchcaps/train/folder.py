@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchcaps.data import DataSet
-from torchcaps.recipes import Recipe
+from torchcaps.recipes import DEFAULTS, Recipe, differing
 from torchcaps.train import checkpoint
 from torchcaps.train.fabric import Fabric
 from torchcaps.train.prepare import RunError, on_first_rank
@@ -125,23 +125,17 @@ def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
             raise ValueError(f"{out} holds a run already; resume it or choose another folder")
         try:
             content = json.loads(path.read_text())
-            theirs = {"seed": content["seed"], **defaults(), **content["recipe"]}
+            theirs = {"seed": content["seed"], **DEFAULTS, **content["recipe"]}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read, so it is not known whose checkpoints these are: {error}"
             ) from None
-        for name in mine:
-            if theirs.get(name) != mine[name]:
-                raise ValueError(
-                    f"{out} holds a run of another recipe: {name} is {theirs.get(name)!r} there and {mine[name]!r} here"
-                )
+        if (name := differing(mine, theirs)) is not None:
+            raise ValueError(
+                f"{out} holds a run of another recipe: {name} is {theirs.get(name)!r} there and {mine[name]!r} here"
+            )
         return
     checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
-
-
-def defaults() -> dict[str, Any]:
-    """What a recipe that was saved before it had some field would say of it."""
-    return {name: value for name, value in Recipe(model="", data="").to_dict().items() if name not in ("model", "data")}
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -23,10 +23,10 @@ from torch import Tensor
 from torchcaps.data import DataSet, batches_for
 from torchcaps.evaluate import Predictions, checked, headline_error
 from torchcaps.functional import widen
-from torchcaps.recipes import Recipe
+from torchcaps.recipes import DEFAULTS, Recipe, differing
 from torchcaps.train import checkpoint
 from torchcaps.train.capture import own_stream
-from torchcaps.train.folder import Run, defaults, open_folder
+from torchcaps.train.folder import Run, open_folder
 from torchcaps.train.loop import CHECK_EVERY, Interrupted
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import check, create_fabric, create_network, load_data, may_capture, numerics, signals
@@ -244,16 +244,16 @@ def open_together(out: Path, recipe: Recipe, seeds: list[int], resume: bool) -> 
         raise ValueError(f"{out} holds runs already; resume them or choose another folder")
     try:
         content = json.loads(path.read_text())
-        theirs, fields = list(content["seeds"]), {**defaults(), **content["recipe"]}
+        theirs, fields = list(content["seeds"]), {**DEFAULTS, **content["recipe"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} cannot be read, so it is not known whose checkpoints these are: {error}") from None
     if not set(seeds) <= set(theirs):
         raise ValueError(f"{out} holds the seeds {theirs}, which are trained together; {seeds} are not among them")
-    for name, value in recipe.to_dict().items():
-        if fields.get(name) != value:
-            raise ValueError(
-                f"{out} holds runs of another recipe: {name} is {fields.get(name)!r} there and {value!r} here"
-            )
+    mine = recipe.to_dict()
+    if (name := differing(mine, fields)) is not None:
+        raise ValueError(
+            f"{out} holds runs of another recipe: {name} is {fields.get(name)!r} there and {mine[name]!r} here"
+        )
     return theirs
 
 
