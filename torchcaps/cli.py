@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import io
 import json
@@ -30,7 +29,7 @@ from torchcaps.commands.demo import show_page
 from torchcaps.commands.doctor import doctor
 from torchcaps.commands.evaluate import evaluate_runs
 from torchcaps.commands.export import export_weights
-from torchcaps.commands.figure import draw_figure
+from torchcaps.commands.figure import draw_figure, read_settings, read_value
 from torchcaps.commands.predict import predict_images
 from torchcaps.commands.quick import quick
 from torchcaps.commands.report import make_report
@@ -144,11 +143,11 @@ def summarise(
         batch: images in a batch, for the training memory.
     """
     preset = find_preset(name)
-    options = _read_options([word for words in option for word in words])
+    options = read_settings([word for words in option for word in words])
     if image:
-        options["image"] = tuple(_read_value(size) for size in image)
+        options["image"] = tuple(read_value(size) for size in image)
     if classes:
-        options["classes"] = _read_value(classes)
+        options["classes"] = read_value(classes)
     model = _build_on_meta(name, options)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("layer", no_wrap=True)
@@ -255,7 +254,6 @@ COMMANDS: dict[str, Callable[..., int]] = {
         show_page,
         runs=(tyro.conf.Positional, arg(metavar="RUN", help_behavior_hint="")),
         port=arg(metavar="N"),
-        share=arg(metavar="YES|NO"),
         space=arg(metavar="FOLDER", help_behavior_hint=""),
     ),
     "export": annotated(
@@ -461,27 +459,6 @@ def _with_progress(names: list[str]) -> Iterator[str]:
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
-
-
-def _read_options(words: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE, where the value is a Python literal or else a plain word."""
-    options = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ValueError(f"an option is KEY=VALUE, got {word!r}")
-        options[key] = _read_value(text)
-    return options
-
-
-def _read_value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _by(sizes: Sequence[int]) -> str:

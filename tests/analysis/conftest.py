@@ -48,7 +48,7 @@ def made():
         names = tuple("abcd")
         pixels = torch.as_tensor(images, dtype=torch.uint8).view(-1, 1, 4, 4)
         split = Stored(pixels, torch.as_tensor(labels), names)
-        recipe = Recipe(model="telling", data="made", reconstruction=reconstruction)
+        recipe = Recipe(model="capsnet", data="made", reconstruction=reconstruction)
         network = (Telling() if network is None else network).eval()
         options = (Path(folder), recipe, 0, network, (1, 4, 4), names, 1, None, torch.device("cpu"))
         return Made(*options, made=DataSet("made", split, split))

@@ -9,12 +9,13 @@ import torch
 
 from torchcaps.analysis.alignment import alignment, cosines
 from torchcaps.analysis.perturb import perturbations
-from torchcaps.analysis.robustness import names_of, robustness
+from torchcaps.analysis.robustness import robustness
 from torchcaps.analysis.sample import chosen_image, take
 from torchcaps.analysis.segments import segments
+from torchcaps.analysis.settings import names_of
 from torchcaps.analysis.trajectory import trajectory
 from torchcaps.analysis.variance import variance
-from torchcaps.figures.pictures import packed, unpacked
+from torchcaps.pictures import packed, unpacked
 
 ONE = {"image": None, "digit": None}
 MANY = {"images": 20, "recognised": 3, "mistaken": 2, "neither": 1}
@@ -33,7 +34,7 @@ def plain(numbers):
 
 def test_a_perturbation_moves_the_pixel_of_its_dimension(made):
     run = made([rows(51, 102, 0, 0), rows(102, 0, 0, 51)], [1, 3])
-    found = plain(perturbations([run], {**ONE, "dims": 4}))
+    (found,) = plain(perturbations([run], {**ONE, "dims": 4}))["runs"]
     assert (found["class"], found["image"], found["scale"], found["shown"]) == ("b", 0, 1.0, [0, 1, 2, 3])
     assert found["amounts"] == [-0.25, -0.2, -0.15, -0.1, -0.05, 0, 0.05, 0.1, 0.15, 0.2, 0.25]
     for dimension in range(4):
@@ -48,11 +49,21 @@ def test_a_perturbation_moves_the_pixel_of_its_dimension(made):
 
 def test_chois_capsules_move_by_the_root_of_their_dimensions(made):
     run = made([rows(51, 102, 0, 0)], [1], made.network(longest=2.0))  # the root of 4
-    found = perturbations([run], {**ONE, "image": 0, "dims": 2})
+    (found,) = perturbations([run], {**ONE, "image": 0, "dims": 2})["runs"]
     assert found["scale"] == 2
     assert "√4" in found["scale_is"]
     assert found["amounts"] == pytest.approx([2 * 0.05 * k for k in range(-5, 6)], abs=1e-12)
     assert len(found["shown"]) == 2
+
+
+def test_runs_on_the_same_data_are_bent_on_the_same_image(made):
+    images = [rows(51, 102, 0, 0), rows(102, 0, 0, 51)]
+    first, second = made(images, [0, 0]), made(images, [0, 1], made.network(longest=2.0), folder="runs/other")
+    one, other = plain(perturbations([first, second], {**ONE, "dims": 1}))["runs"]
+    assert [each["name"] for each in (one, other)] == ["made", "other"]
+    assert [each["image"] for each in (one, other)] == [1, 1]  # the first that the first run recognises
+    assert [each["class"] for each in (one, other)] == ["a", "b"]
+    assert (one["scale"], other["scale"]) == (1, 2)
 
 
 def test_without_a_decoder_there_is_a_sentence(made):
@@ -139,16 +150,25 @@ def test_robustness_starts_at_the_accuracy(made):
         assert {way: len(values) for way, values in line["accuracy"].items()} == {
             way: len(levels) for way, levels in found["levels"].items()
         }
-    other.recipe = other.recipe.__class__(model="telling", data="elsewhere")
+    other.recipe = other.recipe.__class__(model="capsnet", data="elsewhere")
     with pytest.raises(ValueError, match="needs runs on the same data"):
         robustness([run, other], {"images": 10})
+
+
+def test_robustness_does_not_tell_how_many_labels_there_are(made):
+    """Where images have one label or two, a class is named from 0.5 on, as in a test; 102 / 255 is too short."""
+    images = [rows(200, 200, 0, 0), rows(200, 102, 0, 0), rows(200, 102, 0, 0)]
+    found = robustness([made(images, [[0, 1], [0, 1], [0, -1]])], {"images": 10})
+    assert found["lines"][0]["accuracy"]["noise"][0] == pytest.approx(2 / 3)
+    found = robustness([made(images, [[0, 1]] * 3)], {"images": 10})
+    assert found["lines"][0]["accuracy"]["noise"][0] == 1
 
 
 def test_runs_have_names_that_tell_them_apart(made):
     both = [made([rows(9, 0, 0, 0)], [0], folder=folder) for folder in ("a/seed-0", "b/seed-0")]
     assert names_of(both) == ["a/seed-0", "b/seed-0"]
-    assert names_of(both[:1]) == ["telling"]
-    assert names_of(both[:1] * 2) == ["telling, 1", "telling, 2"]
+    assert names_of(both[:1]) == ["capsnet"]
+    assert names_of(both[:1] * 2) == ["seed-0, 1", "seed-0, 2"]
 
 
 def test_images_are_chosen_by_place_or_class(made):

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchcaps.analysis import compare, costs, histories
+from torchcaps.analysis import compare, costs, histories, sample, settings
+from torchcaps.data import DataSet, Stored, load
 from torchcaps.evaluate import Predictions
 from torchcaps.models import create_model
 from torchcaps.models.measure import parameters, training_memory
 from torchcaps.recipes import Recipe
 from torchcaps.runs import Opened
 from torchcaps.train import checkpoint
+from torchcaps.train.routing_log import routing_log
 
 SMALL = {"image": (1, 8, 8), "classes": 10, "backbone": "simple", "width": 4, "types": 2, "dim": 4, "convs": ((2, 1),)}
 EDGES = {"cosine_edges": [-1.0, 0.0, 1.0], "length_edges": [0.1, 1.0, 10.0, 100.0]}
@@ -69,20 +71,37 @@ def test_logit_changes(opened):
             "layers": {"a": layer("DynamicRouting", [0.2, None]), "b": layer("SelfAttentionRouting")},
         },
     ]
-    found = histories.logit_changes([opened(routing=rows)], {})
+    found = histories.logit_changes([opened(routing=rows)], {"images": 2})
     (only,) = found["layers"]
-    assert only == {"name": "a", "routing": "Dynamic", "epochs": [1, 2], "changes": [[0.4, 0.1], [0.2, None]]}
+    changes = {"epochs": [1, 2], "changes": [[0.4, 0.1], [0.2, None]], "further": []}
+    assert only == {"name": "a", "place": [1, 2], "routing": "Dynamic", **changes}
     assert found["paper"] == {}
-    assert histories.logit_changes([opened("mnist", routing=rows, data="mnist")], {})["paper"] == {
+    gone = opened("mnist", routing=rows, data="nowhere")
+    gone.recipe = replace(gone.recipe, data="mnist")
+    gone.data = lambda: load("nowhere")
+    assert histories.logit_changes([gone], {"images": 2})["paper"] == {
         "2": 0.007,
         "5": 1e-5,
     }
 
 
+def test_the_trained_network_is_asked_for_five_iterations(opened):
+    run = opened(model="capsnet", model_args={"image": (1, 20, 20), "channels": 4, "types": 2, "decoder": False})
+    split = Stored(torch.randint(0, 256, (6, 1, 20, 20), dtype=torch.uint8), torch.arange(6), tuple("0123456789"))
+    run.data = lambda: DataSet("made", split, split)
+    images = sample.take(run, 6).seen()
+    log = routing_log(run.model, images)
+    (run.folder / "routing.jsonl").write_text(json.dumps({"epoch": 1, **log}) + "\n")
+    (only,) = histories.logit_changes([run], {"images": 6})["layers"]
+    assert (len(only["changes"][0]), len(only["further"])) == (3, 5)
+    assert only["further"][:3] == pytest.approx(only["changes"][0], rel=1e-6)
+    assert settings.iterations_of(run.model) == 3
+
+
 def test_no_iterations_and_no_log_are_said(opened):
     rows = [{"epoch": 1, "layers": {"b": layer("SelfAttentionRouting")}}]
     with pytest.raises(ValueError, match="routes without iterations, so no logit changes"):
-        histories.logit_changes([opened(routing=rows)], {})
+        histories.logit_changes([opened(routing=rows)], {"images": 2})
     with pytest.raises(ValueError, match="has no routing log"):
         histories.agreement([opened("other")], {})
 
@@ -114,15 +133,17 @@ def test_losses_are_ordered_by_iterations(opened):
 
 def test_names(opened):
     same = [opened("a"), opened("b")]
-    assert histories.names_of(same) == [str(run.folder) for run in same]
-    assert histories.names_of([same[0], replace(same[1], seed=4)]) == [
+    assert settings.names_of(same) == ["a", "b"]
+    faster = replace(same[1], recipe=replace(same[1].recipe, lr=0.5))
+    assert settings.names_of([same[0], faster]) == ["inverted_capsnet, lr 0.001", "inverted_capsnet, lr 0.5"]
+    assert settings.names_of([same[0], replace(same[1], seed=4)]) == [
         "inverted_capsnet, seed 0",
         "inverted_capsnet, seed 4",
     ]
     plain = opened("c", model_args={**SMALL, "iterations": 2})
-    assert histories.iterations_of(plain.model) == 2
+    assert settings.iterations_of(plain.model) == 2
     other = opened("d", model="capsnet", model_args={"image": (1, 28, 28), "channels": 4, "types": 1, "decoder": False})
-    assert histories.names_of([plain, other]) == ["inverted_capsnet", "capsnet"]
+    assert settings.names_of([plain, other]) == ["inverted_capsnet", "capsnet"]
 
 
 def test_gain_of_feedback(opened):
@@ -151,6 +172,10 @@ def test_trained_points_and_costs(opened):
     assert (first["iterations"], first["accuracy"], first["spread"]) == (1, 0.7, None)
     assert math.isclose(second["accuracy"], 0.85)
     assert math.isclose(second["spread"], math.sqrt(0.005))
+    longer = replace(runs[1], recipe=replace(runs[1].recipe, epochs=runs[1].recipe.epochs + 1))
+    apart = costs.by_iteration([runs[0], longer], {"images": 8, "batch": 16})["lines"]
+    assert [each["trained"] for each in apart] == [False, False]  # of different recipes, so no line goes through both
+    assert len({each["name"] for each in apart}) == 2
     trainable = create_model("inverted_capsnet", **SMALL, iterations=1)
     assert first["memory"] == training_memory(trainable, 16) < second["memory"]
     assert costs.count_weights(runs[0].model) == parameters(trainable).network
@@ -176,14 +201,14 @@ def test_one_network_with_other_iterations(opened):
 )
 def test_where_iterations_are_set(name, options, places):
     network = create_model(name, **options)
-    changed = costs.with_iterations(network, 7)
+    changed = settings.with_iterations(network, 7)
     assert [n for n, m in changed.named_modules() if getattr(m, "iterations", None) == 7] == places
     assert not [n for n, m in network.named_modules() if getattr(m, "iterations", None) == 7]
 
 
 def test_no_iterations_to_set():
     with pytest.raises(ValueError, match="routes without iterations"):
-        costs.with_iterations(create_model("efficient_capsnet_mnist"), 2)
+        settings.with_iterations(create_model("efficient_capsnet_mnist"), 2)
 
 
 def test_convergence(opened):
@@ -214,11 +239,11 @@ def test_p_values():
 
 def test_right_of_one_label_and_of_several():
     scores = torch.tensor([[0.9, 0.8, 0.1], [0.2, 0.6, 0.9], [0.9, 0.1, 0.2]])
-    assert costs.right(Predictions(scores, scores, torch.tensor([0, 1, 2]))).tolist() == [True, False, False]
+    assert sample.right(Predictions(scores, scores, torch.tensor([0, 1, 2]))).tolist() == [True, False, False]
     pairs = torch.tensor([[0, 1], [2, 1], [1, 2]])
-    assert costs.right(Predictions(scores, scores, pairs)).tolist() == [True, True, False]
+    assert sample.right(Predictions(scores, scores, pairs)).tolist() == [True, True, False]
     varied = torch.tensor([[0, 1], [2, -1], [0, -1]])
-    assert costs.right(Predictions(scores, scores, varied)).tolist() == [True, False, True]
+    assert sample.right(Predictions(scores, scores, varied)).tolist() == [True, False, True]
 
 
 def test_side_by_side(opened):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from torchcaps.cli import main
+from torchcaps.train import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +23,7 @@ def run(finished, tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("words", [["perturbations", "--set", "digit=3"], ["alignment", "--set", "images=20"],
-                                   ["reconstructions"], ["mistakes"], ["trajectory", "--set", "image=5"]],
+@pytest.mark.parametrize("words", [["perturbations", "--set", "digit=3", "--set", "dims=2"], ["mistakes"]],
                          ids=lambda words: words[0])  # fmt: skip
 def test_a_figure_is_three_files_and_is_drawn_again_from_one(run, words, capsys):
     name, *options = words
@@ -41,10 +41,12 @@ def test_a_figure_is_three_files_and_is_drawn_again_from_one(run, words, capsys)
 
 
 def test_what_an_option_asks_for_is_what_the_numbers_have(run):
-    assert main(["figure", "perturbations", "run", "--set", "digit=3", "--set", "dims=2", "--dark"]) == 0
+    words = ["--set", "digit=3", "--set", "dims=2", "--set", "image=None", "--dark"]
+    assert main(["figure", "perturbations", "run", *words]) == 0
     about = json.loads((run / "figures" / "perturbations.json").read_text())
-    assert about["numbers"]["class"] == "3"
-    assert len(about["numbers"]["pictures"]) == 2
+    (block,) = about["numbers"]["runs"]
+    assert block["class"] == "3"
+    assert len(block["pictures"]) == 2
     assert about["options"] == {"image": None, "digit": 3, "dims": 2}
 
 
@@ -54,7 +56,8 @@ def test_several_runs_share_a_plot(finished, tmp_path, monkeypatch, capsys):
     assert main(["figure", "robustness", *runs, "--set", "images=8"]) == 0
     assert capsys.readouterr().out.split()[0] == "figures/robustness.png"
     about = json.loads((tmp_path / "figures" / "robustness.json").read_text())
-    assert [line["name"] for line in about["numbers"]["lines"]] == ["seed-0", "seed-1"]
+    names = [line["name"] for line in about["numbers"]["lines"]]
+    assert names == ["efficient_capsnet, seed 0", "efficient_capsnet, seed 1"]
 
 
 def test_all_figures_are_listed(capsys):
@@ -79,8 +82,9 @@ def no_matplotlib(monkeypatch):
     ("words", "sentence"),
     [
         (["perturbation", "run"], "there is no figure 'perturbation'; did you mean perturbations"),
-        (["perturbations"], "the figure perturbations is of one run, got 0"),
-        (["perturbations", "run", "run"], "the figure perturbations is of one run, got 2"),
+        (["perturbations"], "the figure perturbations takes one run or more, got 0"),
+        (["alignment", "run", "run"], "the figure alignment takes one run, got 2"),
+        (["operations", "run"], "the figure operations takes no run, got 1"),
         (["perturbations", "nowhere"], "there is no run folder nowhere"),
         (["perturbations", "run", "--set", "colour=red"], "the figure perturbations has no option 'colour'; it has"),
         (["perturbations", "run", "--set", "digit"], "an option is KEY=VALUE, got 'digit'"),
@@ -121,12 +125,12 @@ def test_a_missing_extra_is_named(run, monkeypatch, capsys, checksum):
     assert checksum(run) == before
 
 
-def test_a_run_without_decoder(tmp_path, monkeypatch, capsys, small, no_report):
-    monkeypatch.chdir(tmp_path)
-    words = ["--model-args.decoder", "false", "--reconstruction", "0", "--out", "bare"]
-    assert main(["train", "quick:digits", *small, *words]) == 0
+def test_a_run_without_decoder(run, capsys):
+    weights, about = checkpoint.load_weights(run / "weights.safetensors")
+    about["recipe"]["model_args"]["decoder"] = False
+    kept = {name: weight for name, weight in weights.items() if not name.startswith("decoder.")}
+    checkpoint.save_weights(run / "weights.safetensors", kept, about)
     for name in ("perturbations", "reconstructions", "segments"):
-        capsys.readouterr()
-        assert main(["figure", name, "bare"]) == 2
-        assert capsys.readouterr().err.startswith("torchcaps: bare has no decoder to draw with")
-    assert not (tmp_path / "bare" / "figures").exists()
+        assert main(["figure", name, "run"]) == 2
+        assert capsys.readouterr().err.startswith("torchcaps: run has no decoder to draw with")
+    assert not (run / "figures").exists()

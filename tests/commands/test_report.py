@@ -1,20 +1,79 @@
 """The report with every figure that a run can give."""
 
+import json
 import shutil
 
 import pytest
 
 from torchcaps.cli import main
 from torchcaps.figures import catalog
-from torchcaps.figures.kind import Kind
+from torchcaps.figures.kind import RUNS, Kind
 from torchcaps.report import report
+from torchcaps.report.drawn import take_numbers
+from torchcaps.runs import open_run
 
 SHOWN = ("perturbations", "segments", "robustness")
+FEW = {"images": 6, "batch": 8, "dims": 2, "most": 3, "step": 30, "classes": 2}
+ITERATED = ("logit-changes", "iterations")  # need a network whose routing has iterations
+INVERTED = {"image": [1, 8, 8], "backbone": "simple", "width": 4, "types": 2, "dim": 4, "convs": [[2, 1]]}
+UNFIT = {
+    "segments": "whose images do not show two digits each",
+    "feedback": "need a run of either kind, and all of these are without",
+}
 
 
 def note(self, name, draw, section, *words, **options):
     """Instead of drawing what every report has, which other tests look at."""
     self.sections.append(section)
+
+
+@pytest.fixture(scope="module")
+def opened(finished, small, tmp_path_factory):
+    """Two runs, and two of a network that routes with two iterations or with one."""
+    place = tmp_path_factory.mktemp("inverted")
+    patch = pytest.MonkeyPatch()
+    patch.setattr("torchcaps.finish._report", lambda folder, say: None)
+    try:
+        for n in (2, 1):
+            options = json.dumps({**INVERTED, "iterations": n})
+            words = ["--model", "inverted_capsnet", "--model-args", options, "--reconstruction", "0"]
+            assert main(["train", "quick:digits", *small, *words, "--out", str(place / f"{n}")]) == 0
+    finally:
+        patch.undo()
+    folders = [finished / "runs" / "two" / f"seed-{k}" for k in (0, 1)], [place / f"{n}" for n in (2, 1)]
+    return [[open_run(folder, device="cpu") for folder in pair] for pair in folders]
+
+
+@pytest.mark.parametrize("kind", catalog.KINDS, ids=lambda kind: kind.name)
+def test_every_figure_of_the_catalogue(kind, opened):
+    plain, iterated = opened
+    runs = (iterated if kind.name in ITERATED else plain)[: RUNS[kind.runs][1]]
+    given = {name: FEW[name] for name in kind.options if name in FEW}
+    if kind.name in UNFIT:
+        with pytest.raises(ValueError, match=UNFIT[kind.name]):
+            take_numbers(kind, runs, given)
+        return
+    drawn = take_numbers(kind, runs, given)
+    files = drawn.files()
+    assert sorted(files) == sorted([".png", ".svg", ".json", *([".gif"] if kind.animate else [])])
+    assert files[".png"].startswith(b"\x89PNG")
+    assert b"<svg" in files[".svg"]
+    about = json.loads(files[".json"])
+    assert about["runs"] == [str(run.folder) for run in runs]
+    assert about["numbers"] == drawn.numbers
+    assert all(about["options"][name] == value for name, value in given.items())
+
+
+def test_several_runs_reconstruct_the_same_images(opened):
+    (first, second), _ = opened
+    blocks = take_numbers(catalog.find("reconstructions"), [first, second]).numbers["blocks"]
+    titles = [block["title"] for block in blocks]
+    assert titles == [f"efficient_capsnet, seed {k}: {word}" for k in (0, 1) for word in ("Recognised", "Mistaken")]
+    one, other = (block["strips"] for block in blocks[::2])
+    assert one[0]["pictures"] == other[0]["pictures"]
+    assert one[1]["pictures"] != other[1]["pictures"]
+    alone = take_numbers(catalog.find("reconstructions"), [first]).numbers["blocks"]
+    assert [block["title"] for block in alone] == ["Recognised", "Mistaken"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +118,15 @@ def test_other_runs_stand_beside_it(run, finished, monkeypatch):
     other = finished / "runs" / "two" / "seed-1"
     assert main(["report", "run", "--beside", str(other)]) == 0
     assert str(other) in (run / "figures" / "robustness.json").read_text()
+    assert "Not for this run" not in (run / "report.html").read_text()
+
+
+def test_a_run_beside_it_that_lacks_something_takes_no_figure_away(run, opened, monkeypatch):
+    monkeypatch.setattr(report, "KINDS", [kind for kind in report.KINDS if kind.name == "perturbations"])
+    _, (bare, _) = opened
+    assert main(["report", "run", "--beside", str(bare.folder)]) == 0
+    about = json.loads((run / "figures" / "perturbations.json").read_text())
+    assert about["runs"] == ["run"]
     assert "Not for this run" not in (run / "report.html").read_text()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from torchcaps import figures
 from torchcaps.figures.confusion import most_confused
-from torchcaps.figures.reconstructions import columns_for
 from torchcaps.figures.style import DARK, LIGHT
+from torchcaps.pictures import columns_for
 
 GREY = np.full((6, 6, 3), 90, np.uint8)
 
@@ -88,28 +88,6 @@ def test_confusion_of_a_hundred_classes_is_larger_and_has_no_numbers_inside():
     assert figure.get_size_inches()[0] > 10
     assert all("%" in text.get_text() for text in figure.axes[0].texts)
     assert figure.axes[0].images[0].get_array().shape == (100, 100, 3)
-
-
-def test_the_worst_mistakes_have_the_largest_margin():
-    generator = np.random.default_rng(0)
-    values = generator.random((200, 5))
-    labels = generator.integers(0, 5, 200)
-    present = np.eye(5, dtype=bool)[labels]
-    chosen = np.eye(5, dtype=bool)[values.argmax(axis=1)]
-    margins = {}
-    for n in range(200):
-        if values[n].argmax() != labels[n]:
-            margins[n] = max(values[n][k] for k in range(5) if k != labels[n]) - values[n][labels[n]]
-    wanted = sorted(margins, key=lambda n: -margins[n])[:7]
-    assert figures.worst_mistakes(values, present, chosen, 7) == wanted
-
-
-def test_worst_mistakes_of_several_labels_and_of_none():
-    values = np.array([[0.9, 0.8, 0.1], [0.9, 0.2, 0.7], [0.6, 0.1, 0.1], [0.9, 0.1, 0.8]])
-    present = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 0]], bool)
-    chosen = np.array([[1, 1, 0], [1, 0, 1], [1, 0, 0], [1, 0, 1]], bool)
-    assert figures.worst_mistakes(values, present, chosen) == [3, 1, 2]  # 0.7, 0.5, and 0.6 - 0.5
-    assert figures.worst_mistakes(values[:1], present[:1], chosen[:1]) == []
 
 
 def drawn_lengths(figure):

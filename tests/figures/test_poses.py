@@ -6,9 +6,9 @@ import pytest
 from torchcaps.figures import alignment, perturbations, png, robustness, segments, trajectory, variance
 from torchcaps.figures.catalog import KINDS, find
 from torchcaps.figures.kind import Kind, resolve
-from torchcaps.figures.pictures import packed
 from torchcaps.figures.segments import FIRST, SECOND, overlaid
 from torchcaps.figures.style import DARK, svg
+from torchcaps.pictures import packed
 
 GREY = packed(np.full((6, 6), 90, np.uint8))
 WAYS = ("Rot+", "Rot-", "x+", "x-", "y+", "y-")
@@ -22,7 +22,7 @@ def coarse(monkeypatch):
 def perturbation_numbers(dims=2, scale=1.0):
     by = [0.05 * k * scale for k in range(-5, 6)]
     effect = [0.1, 0.4, 0.2][:dims]
-    return {"class": "7", "image": 12, "amounts": by, "effect": effect, "shown": [1], "scale": scale,
+    return {"name": "one", "class": "7", "image": 12, "amounts": by, "effect": effect, "shown": [1], "scale": scale,
             "scale_is": "√32, the most that a capsule can be long", "pictures": [[GREY] * 11]}  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def alignment_numbers():
     shares = {way: [0.5, None] for way in WAYS}
     return {"ways": list(WAYS), "names": ["a", "b"], "images": 9, "data": "made", "dim": 16, "ratios": shares,
             "all": dict.fromkeys(WAYS, 0.5),
-            "random": {"16": {"mean": 0.498, "deviation": 0.277}, "32": {"mean": 0.463, "deviation": 0.268}},
+            "random": {"16": {"mean": 0.498, "deviation": 0.277}, "32": {"mean": 0.463, "deviation": 0.269}},
             "printed": {"all": dict.fromkeys(WAYS, 0.84), "random": {"mean": 0.311, "deviation": 0.262}}}  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def words(figure):
 
 
 def test_perturbations_have_a_picture_for_each_amount():
-    figure = perturbations.draw(perturbation_numbers())
+    figure = perturbations.draw({"runs": [perturbation_numbers()]})
     (axes,) = figure.axes
     assert len(axes.images) == 11
     assert "−0.25" in words(figure)  # noqa: RUF001
@@ -62,8 +62,12 @@ def test_perturbations_have_a_picture_for_each_amount():
     bars = {bar.get_label(): bar.patches[0].get_width() for bar in axes.containers}
     assert list(bars) == ["1"]
     assert any("the 1 of 2 that change most" in each for each in words(figure))
-    scaled = perturbations.draw(perturbation_numbers(scale=32**0.5), dark=True)
-    assert any("0.25 times √32" in each for each in words(scaled))
+    scaled = {**perturbation_numbers(scale=32**0.5), "name": "other"}
+    both = perturbations.draw({"runs": [perturbation_numbers(), scaled]}, dark=True)
+    assert {"one: class 7, test image 12", "other: class 7, test image 12"} <= set(words(both))
+    assert sum("0.25 times √32" in each for each in words(both)) == 1
+    assert len(both.axes[0].images) == 22
+    assert both.get_figheight() == pytest.approx(2 * figure.get_figheight())
 
 
 def test_two_colours_add_up_where_both_digits_are():
@@ -90,9 +94,27 @@ def test_both_random_references_are_shown():
     said = words(alignment.draw(alignment_numbers()))
     assert said.count("0.50") == 12  # of a and of all; b has none
     assert said.count("0.84") == 6
-    assert any("D = 32: 0.463 ± 0.268" in each for each in said)
+    assert any("D = 32: 0.463 ± 0.269" in each for each in said)
     assert any("as printed, D = 32: 0.311 ± 0.262" in each for each in said)
     assert any("D = 16: 0.498 ± 0.277 (this network)" in each for each in said)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_ratios_can_be_read_on_every_shade(dark):
+    """A contrast of at least 4.5, as the web's guidelines ask for."""
+    from matplotlib.colors import to_rgb
+
+    def light(colour):
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(colour)]
+        return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05
+
+    numbers = alignment_numbers()
+    numbers["ratios"] = {way: [1.0 - k / 20, 1.0] for k, way in enumerate(WAYS)}
+    (axes,) = alignment.draw(numbers, dark=dark).axes
+    (ink,) = {text.get_color() for text in axes.texts if text.get_text() == "1.00"}
+    shades = [each.get_facecolor()[0][:3] for each in axes.collections]
+    assert len(shades) == 18
+    assert min(max(light(ink) / light(each), light(each) / light(ink)) for each in shades) > 4.5
 
 
 def test_cosines_are_shares_of_images():
@@ -127,6 +149,7 @@ def test_the_path_is_drawn_as_it_is():
     assert [axes.get_xlabel() for axes in small] == ["−20°", "0°", "+20°"]  # noqa: RUF001
     assert above.collections[-1].get_offsets().tolist() == path
     assert (above.get_xlabel(), above.get_ylabel()) == ("component 1, 90.0 % of the variance", "component 2")
+    assert above.get_title(loc="right") == "axes not to the same scale"
     assert {line.get_label(): list(line.get_ydata()) for line in below.get_lines()} == {
         "class 4": [0.5] * 5, "class 9": [0.1] * 5
     }  # fmt: skip
@@ -148,7 +171,7 @@ def test_each_run_has_a_line_in_each_panel():
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_same_numbers_give_the_same_bytes(dark):
-    first, second = (perturbations.draw(perturbation_numbers(), dark=dark) for _ in range(2))
+    first, second = (perturbations.draw({"runs": [perturbation_numbers()]}, dark=dark) for _ in range(2))
     assert png(first) == png(second)
     assert svg(first) == svg(second)
     assert svg(first).startswith(b"<?xml")

@@ -10,11 +10,16 @@ from PIL import Image
 from torchcaps.figures import compare, coupling, operations, training
 from torchcaps.figures.kind import Kind, resolve
 from torchcaps.figures.kinds_routing import KINDS
-from torchcaps.figures.pictures import packed
 from torchcaps.figures.routing import draw_agreement, draw_changes
 from torchcaps.figures.style import png
+from torchcaps.pictures import packed
 
 BLANK = packed(np.zeros((6, 6, 3), np.uint8))
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    monkeypatch.setattr("torchcaps.figures.style.DPI", 30)
 
 
 def spot(y, x):
@@ -51,15 +56,26 @@ CHANGES = {
     "data": "mnist",
     "images": 8,
     "paper": {"2": 0.007},
-    "layers": [{"name": "a", "routing": "Dynamic", "epochs": [1, 2], "changes": [[0.4, 0.1], [0.2, None]]}],
+    "layers": [
+        {
+            "name": "body.a",
+            "place": [1, 2],
+            "routing": "Dynamic",
+            "epochs": [1, 2],
+            "changes": [[0.4, 0.1], [0.2, None]],
+            "further": [0.2, 0.1, 0.05],
+        }
+    ],
 }
 PANEL = {"epoch": 1, "cosine": [0.25, 0.75], "cosine_lengths": [None, 2.0], "lengths": [0.0, 1.0, 0.0]}
+END = {"dissimilar": 0.25, "similar_length": 2.0, "paper_dissimilar": 0.2}
+BLUNT = {"similar_length": None, "paper_dissimilar": None}
 AGREEMENT = {
     "cosine_edges": [-1, 0, 1],
     "length_edges": [0.1, 1, 10, 100],
     "runs": [
-        {"name": "r", "layer": "a", "routing": "EM", "panels": [PANEL, PANEL]},
-        {"name": "s", "layer": "a", "routing": "EM", "panels": [PANEL]},
+        {"name": "r", "layer": "a", "place": [1, 2], "routing": "EM", "panels": [PANEL, PANEL], **END},
+        {"name": "s", "layer": "b", "place": [2, 2], "routing": "EM", "panels": [PANEL], **END, **BLUNT},
     ],
 }
 LOSSES = {
@@ -148,7 +164,7 @@ def test_every_kind_is_drawn_from_its_json(kind: Kind, dark):
     assert callable(resolve(kind.numbers))
     numbers = json.loads(json.dumps(DRAWN[kind.name], allow_nan=False))
     content = png(resolve(kind.draw)(numbers, dark=dark))
-    assert Image.open(io.BytesIO(content)).size[0] == 1248
+    assert Image.open(io.BytesIO(content)).size[0] == 156
     assert content == png(resolve(kind.draw)(numbers, dark=dark))
 
 
@@ -185,7 +201,15 @@ def test_the_animation_goes_from_the_first_to_the_last_iteration():
 
 
 def test_changes_by_epoch_and_by_iteration():
-    left, right = draw_changes(CHANGES).axes
+    figure = draw_changes(CHANGES)
+    left, right = figure.axes
+    assert left.get_title(loc="left") == "Layer 1 of 2, Dynamic"
+    lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
+    assert lines["the end, 3 iterations"] == [0.2, 0.1, 0.05]
+    assert "|v · u|" in figure.get_supxlabel()
+    assert "does not say" in figure.get_supxlabel()
+    other = {**CHANGES, "layers": [{**CHANGES["layers"][0], "routing": "EM"}]}
+    assert not draw_changes(other).get_supxlabel()
     first, second = left.lines
     assert first.get_ydata().tolist() == [0.4, 0.2]
     assert np.isnan(second.get_ydata()[1])
@@ -201,6 +225,12 @@ def test_agreement_draws_shares_and_lengths():
     stairs = [patch.get_data().values.tolist() for axes in figure.axes for patch in axes.patches]
     assert stairs.count([25.0, 75.0]) == 3
     assert stairs.count([100.0]) == 3
+    above, below = figure.subfigs
+    assert (above.get_suptitle(), below.get_suptitle()) == ("r: layer 1 of 2, EM", "s: class capsules, EM")
+    ours = "At the end 25 % of the votes have a cosine below 0"
+    found = f"{ours} (the paper finds 20 % dissimilar);\nthose above 0 are 2 long on average."
+    assert above.get_supxlabel() == found
+    assert below.get_supxlabel() == f"{ours};\nnone is above 0."
 
 
 def test_iterations_and_costs():
@@ -220,9 +250,14 @@ def test_tables_have_the_numbers():
     assert {"1,234", "95.00", "2 MiB", "0.50 ms"} <= set(texts(training.draw_convergence(CONVERGENCE)))
     shown = texts(operations.draw({"rows": [ROW]}))
     assert {"15", "1.000 G", "0.900 G", "50.0 %"} <= set(shown)
+    assert "AR-CapsNet and EM" in operations.draw({"rows": [ROW]}).texts[0].get_text()
     shown = texts(compare.draw(SIDES))
     assert {"10.00 %", "not tested", "and 3 more settings", "4, not 9"} <= set(shown)
-    assert any("the first alone 2" in text for text in shown)
+    assert any("the first alone 2" in text and "by chance in 100 % of cases (McNemar" in text for text in shown)
+    rare = {**SIDES, "test": {**SIDES["test"], "p_value": 1e-9}}
+    assert any("in fewer than 0.001 % of cases" in text for text in texts(compare.draw(rare)))
+    few = {**SIDES, "test": {**SIDES["test"], "p_value": 0.0042}}
+    assert any("in 0.4 % of cases" in text for text in texts(compare.draw(few)))
 
 
 def test_losses_are_named_by_iterations():

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcaps.analysis.costs import count_weights, right
-from torchcaps.analysis.histories import metrics, names_of, options_of
-from torchcaps.analysis.sample import take, whole
-from torchcaps.data.batches import Order
+from torchcaps import pictures
+from torchcaps.analysis.costs import count_weights
+from torchcaps.analysis.examples import kept, places
+from torchcaps.analysis.histories import metrics
+from torchcaps.analysis.sample import right, take, whole
+from torchcaps.analysis.settings import UNSAID, names_of, options_of
 from torchcaps.evaluate import Predictions, ranking
-from torchcaps.figures import pictures
 from torchcaps.models.measure import operations
 from torchcaps.runs import Opened, read_json
-from torchcaps.train import checkpoint
-
-UNSAID = {"reported", "assumed", "note", "seeds", "keep_epochs"}  # fields that do not change what is trained
 
 
 def side_by_side(runs: Sequence[Opened], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def _facts(run: Opened, name: str) -> dict[str, Any]:
 
 def _tested(first: Opened, second: Opened, most: int) -> dict[str, Any] | None:
     """None where the two were not tested on the same images."""
-    found = [_predictions(run) for run in (first, second)]
+    found = [kept(run) for run in (first, second)]
     if found[0] is None or found[1] is None:
         return None
     one, other = found[0], found[1]
@@ -101,9 +99,7 @@ def _tested(first: Opened, second: Opened, most: int) -> dict[str, Any] | None:
 
 
 def _cases(run: Opened, one: Predictions, other: Predictions, rows: Tensor) -> list[dict[str, Any]]:
-    test = len(run.data().test)
-    _, indices = next(Order(test, len(one.labels), shuffle=len(one.labels) < test, samples=len(one.labels)).shares(0))
-    sample = take(run, len(rows), indices[rows].tolist())
+    sample = take(run, len(rows), places(run, len(one.labels))[rows].tolist())
     if not torch.equal(sample.labels, one.labels[rows]):
         raise ValueError(f"the test set has changed since {run.folder} was tested")
     names, cases = run.class_names, []
@@ -118,13 +114,6 @@ def _cases(run: Opened, one: Predictions, other: Predictions, rows: Tensor) -> l
             "second": [names[k] for k in said[1]],
         })  # fmt: skip
     return cases
-
-
-def _predictions(run: Opened) -> Predictions | None:
-    path = run.folder / "predictions.safetensors"
-    if read_json(run.folder / "test.json") is None or not path.exists():
-        return None
-    return Predictions(**checkpoint.load_weights(path)[0])
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchcaps.analysis.histories import iterations_of, metrics, names_of
-from torchcaps.analysis.sample import Sample, answers, take, whole
-from torchcaps.evaluate import THRESHOLD, Predictions, longest
-from torchcaps.layers.stack import CapsuleStack
-from torchcaps.losses import multi_hot
+from torchcaps.analysis.histories import metrics
+from torchcaps.analysis.sample import accuracy, take, whole
+from torchcaps.analysis.settings import but_for_iterations, iterations_of, names_of, with_iterations
 from torchcaps.models.measure import operations, parameters, training_memory
 from torchcaps.models.registry import create_model
-from torchcaps.routing import InvertedAttentionRouting
 from torchcaps.runs import Opened, read_json
 
 ITERATIONS = 5
@@ -41,9 +37,7 @@ def by_iteration(runs: Sequence[Opened], options: Mapping[str, Any]) -> dict[str
     """
     groups: dict[str, list[Opened]] = {}
     for run in runs:
-        recipe = run.recipe
-        others = {key: value for key, value in dict(recipe.model_args).items() if key != "iterations"}
-        groups.setdefault(json.dumps([recipe.model, others, recipe.data], sort_keys=True, default=str), []).append(run)
+        groups.setdefault(but_for_iterations(run), []).append(run)
     heads = [group[0] for group in groups.values()]
     names = names_of(heads, apart=["iterations"])
     batch = whole(options, "batch")
@@ -79,34 +73,11 @@ def _as_it_is(run: Opened, images: int, batch: int) -> list[dict[str, Any]]:
     points = []
     for iterations in range(1, ITERATIONS + 1):
         network = with_iterations(run.model, iterations)
-        accuracy = _accuracy(network, sample, run.device)
+        share = accuracy(network, sample.seen(), sample.labels)
         points.append(
-            {"iterations": iterations, "accuracy": accuracy, "spread": None, "runs": 1, **_costs(network, batch)}
+            {"iterations": iterations, "accuracy": share, "spread": None, "runs": 1, **_costs(network, batch)}
         )
     return points
-
-
-def with_iterations(network: nn.Module, iterations: int) -> nn.Module:
-    """A copy that routes so often; refuses a network whose routing has no iterations."""
-    copied = copy.deepcopy(network)
-    changed = False
-    for module in copied.modules():
-        inverted = isinstance(module, InvertedAttentionRouting)
-        if isinstance(module, CapsuleStack):
-            continue
-        if isinstance(getattr(module, "iterations", None), int) and not (inverted and module.iterations == 1):
-            module.iterations = iterations  # type: ignore[assignment]
-            changed = True
-    for module in copied.modules():
-        steps = isinstance(module, CapsuleStack) and any(
-            isinstance(m, InvertedAttentionRouting) for m in module.modules()
-        )
-        if steps and not changed:
-            module.iterations = iterations  # type: ignore[assignment]
-            changed = True
-    if not changed:
-        raise ValueError("this network routes without iterations, so there is nothing to count by them")
-    return copied
 
 
 def _costs(network: nn.Module, batch: int) -> dict[str, Any]:
@@ -141,24 +112,6 @@ def _milliseconds(network: Any) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _accuracy(network: nn.Module, sample: Sample, device: torch.device) -> float:
-    found = answers(network, sample.seen().to(device))
-    return float(right(Predictions(found.scores, found.probabilities, sample.labels)).double().mean())
-
-
-def right(predictions: Predictions) -> Tensor:
-    """Whether exactly the labels are named: the longest capsules where all images have as many labels, else those
-    that are likely enough.
-
-    Shapes: -> bool [n]
-    """
-    scores, probabilities, labels = predictions
-    present = multi_hot(labels, scores.shape[1])
-    counts = present.sum(dim=1)
-    even = bool((counts == counts[0]).all())
-    return ((longest(scores, counts) if even else probabilities >= THRESHOLD) == present).all(dim=1)
 
 
 def _test_accuracy(run: Opened) -> float | None:

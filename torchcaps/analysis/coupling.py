@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchcaps import pictures
 from torchcaps.analysis.fields import PixelField, WindowField, stretch
 from torchcaps.analysis.links import Seen, Space, look
 from torchcaps.analysis.sample import chosen_image, whole
 from torchcaps.evaluate import ranking
-from torchcaps.figures import pictures
 from torchcaps.layers.primary import PrimaryCaps
 from torchcaps.runs import Opened
 from torchcaps.train.routing_log import undisturbed

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchcaps.analysis.sample import Sample, need_decoder, take, whole
+from torchcaps.analysis.sample import Sample, chosen, need_decoder, take, whole
+from torchcaps.analysis.settings import names_of
 from torchcaps.data import Split
 from torchcaps.data.batches import Order
-from torchcaps.evaluate import THRESHOLD, Predictions, longest
-from torchcaps.figures.mistakes import worst_mistakes
-from torchcaps.figures.pictures import brightness, packed, picture
-from torchcaps.figures.reconstructions import columns_for
+from torchcaps.evaluate import Predictions
 from torchcaps.losses import multi_hot
 from torchcaps.models.heads import ActivationHead, LengthHead
-from torchcaps.runs import Opened
+from torchcaps.pictures import brightness, columns_for, packed, picture
+from torchcaps.runs import Opened, read_json
 from torchcaps.train import checkpoint
 
 SEARCHED = 5000  # right answers among which a spread of classes is looked for
@@ -40,31 +40,35 @@ class Told(NamedTuple):
     labels: Tensor
 
 
+def kept(run: Opened) -> Predictions | None:
+    """What the run said of its test images when it was tested, or None where it was not."""
+    path = run.folder / "predictions.safetensors"
+    if read_json(run.folder / "test.json") is None or not path.exists():
+        return None
+    return Predictions(**checkpoint.load_weights(path)[0])
+
+
+def places(run: Opened, count: int) -> Tensor:
+    """Where in the test set the images are of which a run has kept predictions.
+
+    Shapes: -> [count]
+    """
+    test = len(run.data().test)
+    if count > test:
+        raise ValueError("the test set has changed since the run was tested")
+    _, indices = next(Order(test, count, shuffle=count < test, samples=count).shares(0))
+    return indices
+
+
 def told(run: Opened) -> Told:
     """From the run's folder; the test set is not read again, but for a few labels that tell whether it is the same."""
-    path = run.folder / "predictions.safetensors"
-    if not path.exists():
+    predictions = kept(run)
+    if predictions is None:
         raise ValueError(f"{run.folder} has not been tested yet; torchcaps evaluate {run.folder} does it")
-    predictions = Predictions(**checkpoint.load_weights(path)[0])
     values, measure = lengths(run, predictions)
-    test = run.data().test.to("cpu")
-    length = len(predictions.scores)
-    if length > len(test):
-        raise ValueError("the test set has changed since the run was tested")
-    _, indices = next(Order(len(test), length, shuffle=length < len(test), samples=length).shares(0))
+    indices = places(run, len(predictions.scores))
     right = multi_hot(predictions.labels, len(run.class_names))
     return Told(chosen(predictions), right, values, measure, indices, predictions.labels)
-
-
-def chosen(predictions: Predictions) -> Tensor:
-    """What was said of each image: the k longest where every image has k labels, else those from the threshold on.
-
-    Shapes: -> bool [n, j]
-    """
-    counts = multi_hot(predictions.labels, predictions.scores.shape[1]).sum(dim=1)
-    if predictions.labels.dim() == 1 or bool((counts == counts[0]).all()):
-        return longest(predictions.scores, counts)
-    return predictions.probabilities >= THRESHOLD
 
 
 def lengths(opened: Opened, predictions: Predictions) -> tuple[Tensor, str]:
@@ -73,6 +77,22 @@ def lengths(opened: Opened, predictions: Predictions) -> tuple[Tensor, str]:
     if isinstance(head, LengthHead):
         return predictions.scores, "capsule length"
     return predictions.probabilities, "activation" if isinstance(head, ActivationHead) else "probability"
+
+
+def worst_mistakes(values: Any, present: Any, chosen: Any, most: int = 12) -> list[int]:
+    """The images wrongly classified with the largest margin of the longest wrong capsule over the shortest right one.
+
+    Of equal margins the earlier image comes first. Where nothing is right, or nothing wrong, 0.5 stands for it.
+
+    Shapes: values [n, j], present and chosen bool [n, j]
+    """
+    values, present, chosen = np.asarray(values, dtype=np.float64), np.asarray(present), np.asarray(chosen)
+    wrong = np.where(present, -np.inf, values).max(axis=1)
+    right = np.where(present, values, np.inf).min(axis=1)
+    margins = np.where(np.isfinite(wrong), wrong, 0.5) - np.where(np.isfinite(right), right, 0.5)
+    mistaken = np.nonzero((present != chosen).any(axis=1))[0]
+    order = np.argsort(-margins[mistaken], kind="stable")[:most]
+    return [int(index) for index in mistaken[order]]
 
 
 def mistakes(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any]:
@@ -101,16 +121,39 @@ def mistakes(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any]:
 def reconstructions(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any]:
     """Inputs, and below them the pictures of the capsules of the prediction and, where that is wrong, of the label.
 
-    Below a picture stand (label, prediction, target), where the names are short, or else the target.
+    Below a picture stand (label, prediction, target), where the names are short, or else the target. Of several runs
+    each has blocks of its own; the recognised images are the same where all of them are tested on the same.
     """
-    (run,) = runs
-    need_decoder(run)
-    found = told(run)
+    blocks: list[dict[str, Any]] = []
+    for run in runs:
+        need_decoder(run)
+    found = [told(run) for run in runs]
+    good = _all_recognise(found)
+    for run, name, each in zip(runs, names_of(runs), found, strict=True):
+        head = f"{name}: " if len(runs) > 1 else ""
+        blocks += [{**block, "title": f"{head}{block['title']}"} for block in _blocks(run, each, good)]
+    return {"images": len(found[0].right), "blocks": blocks}
+
+
+def _all_recognise(found: Sequence[Told]) -> Tensor | None:
+    """The images that every run recognises; None where the runs are not tested on the same, or have none in common.
+
+    Shapes: -> bool [n]
+    """
+    first = found[0].right
+    if any(each.right.shape != first.shape or not torch.equal(each.right, first) for each in found):
+        return None
+    good = torch.stack([(each.said == each.right).all(dim=1) for each in found]).all(dim=0)
+    return good if bool(good.any()) else None
+
+
+def _blocks(run: Opened, found: Told, recognised: Tensor | None) -> list[dict[str, Any]]:
     _check_same(run.data().test.to("cpu"), found, [])
     one = take(run, 1, [0])
     shape = picture(one.seen()[0]).shape
     columns = columns_for(shape[0], shape[1])
-    good = _spread((found.said == found.right).all(dim=1), found.right, columns)
+    own = (found.said == found.right).all(dim=1)
+    good = _spread(own if recognised is None else recognised, found.right, columns)
     worst = worst_mistakes(found.values, found.right, found.said, columns)
     blocks = []
     for title, rows, ways in (
@@ -120,7 +163,7 @@ def reconstructions(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str
         if rows:
             sample = take(run, 1, found.indices[rows].tolist())
             blocks.append({"title": title, "strips": _strips(run, sample, found, rows, ways)})
-    return {"names": list(run.class_names), "images": len(found.right), "blocks": blocks}
+    return blocks
 
 
 def classes_of(row: Tensor) -> list[int]:

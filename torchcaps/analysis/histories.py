@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchcaps.models.registry import find_preset
+from torchcaps.analysis.sample import take, whole
+from torchcaps.analysis.settings import iterations_of, names_of, with_iterations
 from torchcaps.runs import Opened, read_json
+from torchcaps.train.routing_log import routing_log
 
 PANELS = 4  # epochs that are shown
+ITERATIONS = 5  # as far as Sabour's figure A.1 goes
 SABOUR_CHANGES = {"2": 0.007, "5": 1e-5}  # by iteration, after 500 epochs on MNIST (A.1)
-LI_DISSIMILAR = {"dynamic": 0.37, "em": 0.20}  # share of votes that disagree most, at the end (figure 2)
+LI_DISSIMILAR = {"dynamic": 0.37, "em": 0.20}  # share of votes that disagree, at the end (figure 2)
 LI_GAIN = {"EncapNet": 0.21, "ResNet": 0.04}  # of the error, by feedback (section 5.1)
 KINDS = {"DynamicRouting": "dynamic", "EMRouting": "em"}
 
@@ -43,55 +46,29 @@ def routing_rows(run: Opened) -> list[dict[str, Any]]:
     return rows
 
 
-def names_of(runs: Sequence[Opened], apart: Sequence[str] = ()) -> list[str]:
-    """A name for each run: its model, and the options in which it differs from other runs of that model.
-
-    Args:
-        apart: options that are not told.
-    """
-    full = [options_of(run) for run in runs]
-    found = []
-    for run, own in zip(runs, full, strict=True):
-        others = [each for other, each in zip(runs, full, strict=True) if other.recipe.model == run.recipe.model]
-        differing = [key for key in own if key not in apart and len({str(each.get(key)) for each in others}) > 1]
-        parts = [f"{key.replace('_', ' ')} {_word(own[key])}" for key in differing]
-        found.append(", ".join([run.recipe.model, *parts]))
-    if len({run.recipe.data for run in runs}) > 1:
-        found = [f"{name} on {run.recipe.data}" for name, run in zip(found, runs, strict=True)]
-    if len(set(found)) < len(found):
-        found = [f"{name}, seed {run.seed}" for name, run in zip(found, runs, strict=True)]
-    if len(set(found)) < len(found):
-        found = [str(run.folder) for run in runs]
-    return found
-
-
-def options_of(run: Opened) -> dict[str, Any]:
-    """All options of a run's model, those it was not given as they are otherwise."""
-    options = {**find_preset(run.recipe.model).options, **dict(run.recipe.model_args)}
-    if "iterations" in options:
-        options["iterations"] = iterations_of(run.model)
-    return options
-
-
-def iterations_of(network: Any) -> int:
-    """How often votes are routed: the most that any layer or stack of the network says, 1 where none does."""
-    counts = [getattr(module, "iterations", 1) for module in network.modules()]
-    return max((count for count in counts if isinstance(count, int)), default=1)
-
-
 def logit_changes(runs: Sequence[Opened], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Sabour's figure A.1: for each layer the mean change of a routing logit, by epoch and iteration."""
+    """Sabour's figure A.1: for each layer the mean change of a routing logit, by epoch and iteration.
+
+    The log has as many iterations as the network; `further` are those of the trained network with five, on a few test
+    images, and empty where these cannot be had.
+
+    Options: `images`, how many these are.
+    """
     (run,) = runs
     rows = routing_rows(run)
+    further = _further_changes(run, whole(options, "images"))
+    names = list(rows[-1]["layers"])
     layers = []
-    for name, last in rows[-1]["layers"].items():
+    for number, (name, last) in enumerate(rows[-1]["layers"].items(), 1):
         kept = [row for row in rows if row["layers"].get(name, {}).get("logits")]
         if kept:
             layers.append({
                 "name": name,
+                "place": [number, len(names)],
                 "routing": last["routing"].removesuffix("Routing"),
                 "epochs": [row["epoch"] for row in kept],
                 "changes": [row["layers"][name]["logits"] for row in kept],
+                "further": further.get(name, []),
             })  # fmt: skip
     if not layers:
         raise ValueError(f"{run.recipe.model} of {run.folder} routes without iterations, so no logit changes")
@@ -103,6 +80,16 @@ def logit_changes(runs: Sequence[Opened], options: Mapping[str, Any]) -> dict[st
         "layers": layers,
         "paper": SABOUR_CHANGES if dynamic and run.recipe.data == "mnist" else {},
     }
+
+
+def _further_changes(run: Opened, images: int) -> dict[str, list[float | None]]:
+    """By layer, the changes of the trained network's logits over five iterations."""
+    try:
+        network = with_iterations(run.model, ITERATIONS)
+        log = routing_log(network, take(run, images).seen().to(run.device))
+    except (ValueError, OSError):
+        return {}
+    return {name: layer["logits"] for name, layer in log["layers"].items()}
 
 
 def losses(runs: Sequence[Opened], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +137,7 @@ def agreement(runs: Sequence[Opened], options: Mapping[str, Any]) -> dict[str, A
         found.append({
             "name": name,
             "layer": layer,
+            "place": [layers.index(layer) + 1, len(layers)],
             "routing": kind.removesuffix("Routing"),
             "panels": panels,
             "dissimilar": last["cosine"][0],
@@ -234,7 +222,3 @@ def _table(path: Path) -> list[dict[str, Any]]:
 def _number(text: str | None) -> float | None:
     value = float(text) if text else None
     return value if value is not None and math.isfinite(value) else None
-
-
-def _word(value: Any) -> str:
-    return " x ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

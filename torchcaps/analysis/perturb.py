@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcaps.analysis.sample import answers, chosen_image, need_decoder, whole
-from torchcaps.figures.pictures import brightness, packed, picture
+from torchcaps.analysis.sample import Sample, answers, chosen_image, need_decoder, whole
+from torchcaps.analysis.settings import names_of
 from torchcaps.models.heads import LengthHead
+from torchcaps.pictures import brightness, packed, picture
 from torchcaps.runs import Opened
 from torchcaps.types import Capsules
 
@@ -58,14 +59,23 @@ def scale_of(network: Any, pose: Tensor) -> tuple[float, str]:
 
 
 def perturbations(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any]:
+    """A block for each run; runs on the same data are shown with the image that is chosen for the first of them."""
+    for run in runs:
+        need_decoder(run)
+    blocks: list[dict[str, Any]] = []
+    chosen: dict[str, int] = {}
+    for run, name in zip(runs, names_of(runs), strict=True):
+        sample = chosen_image(run, {**options, "image": chosen.get(run.recipe.data, options["image"])})
+        chosen[run.recipe.data] = int(sample.indices[0])
+        blocks.append({"name": name, **_block(run, sample, whole(options, "dims"))})
+    return {"runs": blocks}
+
+
+def _block(run: Opened, sample: Sample, most: int) -> dict[str, Any]:
     """All dimensions of the capsule of an image's label, or of many those that change the picture most.
 
     `effect` is the mean absolute change of a pixel at both ends of each dimension.
     """
-    (run,) = runs
-    need_decoder(run)
-    most = whole(options, "dims")
-    sample = chosen_image(run, options)
     image, target = sample.seen(), int(sample.first_labels()[0])
     poses = answers(run.model, image).poses
     if poses is None:

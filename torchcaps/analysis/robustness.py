@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcaps.analysis.sample import Sample, answers, take, whole
-from torchcaps.analysis.transform import add_noise, dark_frame, moved
-from torchcaps.evaluate import exact_match_error, longest
-from torchcaps.losses import multi_hot
+from torchcaps.analysis.sample import accuracy, take, whole
+from torchcaps.analysis.settings import names_of
+from torchcaps.analysis.transform import add_noise, moved
 from torchcaps.runs import Opened
 
 LEVELS: dict[str, tuple[float, ...]] = {
@@ -30,27 +29,19 @@ def changed(images: Tensor, way: str, level: float) -> Tensor:
     """
     place = torch.arange(len(images))
     sign = 1.0 - 2.0 * (place % 2)
-    fill = "zeros" if dark_frame(images) else "border"
     if way == "noise":
         return add_noise(images, level)
     if way == "scale":
-        return moved(images, scale=level, fill=fill)
+        return moved(images, scale=level)
     if way == "shift":
         turn = place % 4 * (torch.pi / 2)
         height, width = images.shape[2:]
-        return moved(images, right=level * width * turn.cos(), down=level * height * turn.sin(), fill=fill)
+        return moved(images, right=level * width * turn.cos(), down=level * height * turn.sin())
     if way == "rotation":
-        return moved(images, degrees=level * sign, fill=fill)
+        return moved(images, degrees=level * sign)
     if way == "shear":
-        return moved(images, shear=level * sign, fill=fill)
+        return moved(images, shear=level * sign)
     raise ValueError(f"there is no way {way!r} of changing images; there are {', '.join(LEVELS)}")
-
-
-def accuracy(run: Opened, sample: Sample, images: Tensor) -> float:
-    """The share of images whose classes are all found."""
-    scores = answers(run.model, sample.seen(images)).scores
-    present = multi_hot(sample.labels, scores.shape[1])
-    return 1 - exact_match_error(longest(scores, present.sum(dim=1)), present)
 
 
 def robustness(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any]:
@@ -67,21 +58,10 @@ def robustness(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any
     for run, name in zip(runs, names_of(runs), strict=True):
         sample = take(run, count)
         found = {
-            way: [accuracy(run, sample, changed(sample.images, way, level)) for level in levels]
+            way: [
+                accuracy(run.model, sample.seen(changed(sample.images, way, level)), sample.labels) for level in levels
+            ]
             for way, levels in LEVELS.items()
         }
         lines.append({"name": name, "model": run.recipe.model, "images": len(sample), "accuracy": found})
     return {"data": first.recipe.data, "levels": {way: list(levels) for way, levels in LEVELS.items()}, "lines": lines}
-
-
-def names_of(runs: Sequence[Opened]) -> list[str]:
-    """Short names that tell runs apart: their models, or else the folders' last parts."""
-    models = [run.recipe.model for run in runs]
-    if len(set(models)) == len(runs):
-        return models
-    parts = [run.folder.resolve().parts for run in runs]
-    for depth in range(1, 1 + max(map(len, parts))):
-        names = ["/".join(each[-depth:]) for each in parts]
-        if len(set(names)) == len(runs):
-            return names
-    return [f"{model}, {k + 1}" for k, model in enumerate(models)]

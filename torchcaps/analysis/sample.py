@@ -11,6 +11,8 @@ from torch import Tensor
 
 from torchcaps.data.augment import apply
 from torchcaps.data.batches import Order, as_float
+from torchcaps.evaluate import THRESHOLD, Predictions, longest
+from torchcaps.losses import multi_hot
 from torchcaps.runs import Opened
 
 BATCH = 256  # images that go through a network at once
@@ -91,6 +93,35 @@ def answers(network: Any, images: Tensor) -> Answers:
             poses += [] if capsules is None else [capsules.poses.cpu()]
         together = torch.cat(scores)
         return Answers(together, network.head.probabilities(together), torch.cat(poses) if poses else None)
+
+
+def chosen(predictions: Predictions) -> Tensor:
+    """What was said of each image: the k longest where every image has k labels, else those from the threshold on.
+
+    Shapes: -> bool [n, j]
+    """
+    counts = multi_hot(predictions.labels, predictions.scores.shape[1]).sum(dim=1)
+    if bool((counts == counts[0]).all()):
+        return longest(predictions.scores, counts)
+    return predictions.probabilities >= THRESHOLD
+
+
+def right(predictions: Predictions) -> Tensor:
+    """Whether exactly the labels of an image are named.
+
+    Shapes: -> bool [n]
+    """
+    present = multi_hot(predictions.labels, predictions.scores.shape[1])
+    return (chosen(predictions) == present).all(dim=1)
+
+
+def accuracy(network: Any, images: Tensor, labels: Tensor) -> float:
+    """The share of images of which exactly the labels are named.
+
+    Shapes: images [n, c, h, w], labels [n] or [n, k]
+    """
+    found = answers(network, images)
+    return float(right(Predictions(found.scores, found.probabilities, labels)).double().mean())
 
 
 def class_poses(run: Opened, images: Tensor, classes: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchcaps.analysis.sample import Sample, answers, need_decoder, need_two_labels, take, whole
 from torchcaps.evaluate import longest
-from torchcaps.figures.pictures import brightness, packed, picture
 from torchcaps.losses import multi_hot
+from torchcaps.pictures import brightness, packed, picture
 from torchcaps.runs import Opened
 
 ON = 0.5  # from here on a pixel belongs to a digit

@@ -10,11 +10,22 @@ from torch import Tensor
 
 from torchcaps.analysis.sample import answers, chosen_image, whole
 from torchcaps.analysis.transform import moved
-from torchcaps.analysis.variance import variance_shares
-from torchcaps.figures.pictures import brightness, packed, picture
+from torchcaps.pictures import brightness, packed, picture
 from torchcaps.runs import Opened
 
 PICTURES = 9  # of the digit on its way
+
+
+def principal(poses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, the first two principal directions, and the shares of the variance that these hold.
+
+    Shapes: [n, d] -> [d], [d, 2], [2]
+    """
+    mean = poses.double().mean(dim=0)
+    _, values, axes = torch.linalg.svd(poses.double() - mean, full_matrices=False)
+    if len(axes) < 2:
+        raise ValueError(f"two principal components need two poses of two dimensions, got {list(poses.shape)}")
+    return mean, axes[:2].T, values[:2].square() / values.square().sum()
 
 
 def principal_path(poses: Tensor) -> Tensor:
@@ -22,11 +33,8 @@ def principal_path(poses: Tensor) -> Tensor:
 
     Shapes: [n, d] -> [n, 2]
     """
-    centred = poses.double() - poses.double().mean(dim=0)
-    _, _, axes = torch.linalg.svd(centred, full_matrices=False)
-    if len(axes) < 2:
-        raise ValueError(f"two principal components need two poses of two dimensions, got {list(poses.shape)}")
-    path = centred @ axes[:2].T
+    mean, axes, _ = principal(poses)
+    path = (poses.double() - mean) @ axes
     sides = torch.where(path[-1] < path[0], -1.0, 1.0)
     return path * torch.stack([sides[0], sides[1]])
 
@@ -45,7 +53,7 @@ def trajectory(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any
     if found.poses is None:
         raise ValueError(f"{run.recipe.model} of {run.folder} has no class capsules")
     poses = found.poses[:, label if found.poses.shape[1] > 1 else 0]
-    shares = variance_shares(poses)
+    _, _, shares = principal(poses)
     labels = [k for k in sample.labels.flatten().tolist() if k >= 0]
     rivals = found.probabilities.clone()
     rivals[:, labels] = -1
@@ -58,7 +66,7 @@ def trajectory(runs: Sequence[Opened], options: dict[str, Any]) -> dict[str, Any
         "image": int(sample.indices[0]),
         "angles": angles.tolist(),
         "path": principal_path(poses).tolist(),
-        "shares": [float(share) if share.isfinite() else None for share in shares[:2]],
+        "shares": [float(share) if share.isfinite() else None for share in shares],
         "length": found.probabilities[:, label].tolist(),
         "rival": run.class_names[rival],
         "rival_length": found.probabilities[:, rival].tolist(),

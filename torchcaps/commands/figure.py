@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,26 @@ def draw_figure(
     return 0
 
 
-def read_settings(settings: tuple[str, ...]) -> dict[str, Any]:
-    """KEY=VALUE, where the value is a Python literal or else a plain word."""
+def read_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE, where the value is as `read_value` reads it."""
     found: dict[str, Any] = {}
     for word in settings:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"an option is KEY=VALUE, got {word!r}")
-        try:
-            found[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            found[key] = text
+        found[key] = read_value(text)
     return found
+
+
+def read_value(text: str) -> Any:
+    """true, false, none, a Python literal, or else a plain word."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _list() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from torchcaps.figures.pictures import Picture, packed, picture
+from torchcaps.pictures import Picture, packed, picture
 
 RED, GREEN = (235, 94, 40), (31, 158, 137)  # the two of an overlay; where both are, they add up
 HEAT = ((13, 8, 135), (126, 3, 168), (204, 71, 120), (248, 149, 64), (240, 249, 33))  # plasma, in five steps

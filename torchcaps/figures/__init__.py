@@ -6,11 +6,11 @@ matplotlib is imported when the first figure is drawn; without it there is a sen
 from torchcaps.figures.calibration import calibration
 from torchcaps.figures.confusion import confusion
 from torchcaps.figures.curves import curves
-from torchcaps.figures.mistakes import Case, mistakes, worst_mistakes
-from torchcaps.figures.pictures import picture
+from torchcaps.figures.mistakes import Case, mistakes
 from torchcaps.figures.reconstructions import Block, Strip, reconstructions
 from torchcaps.figures.routing import routing
 from torchcaps.figures.style import png
+from torchcaps.pictures import picture
 
 __all__ = [
     "Block",
@@ -24,5 +24,4 @@ __all__ = [
     "png",
     "reconstructions",
     "routing",
-    "worst_mistakes",
 ]

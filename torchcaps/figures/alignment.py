@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = 20  # classes up to which each has a row
+TINT = 0.5  # the strongest shade, on which ink is still easy to read
 WORDS = {"Rot": "rotation", "x": "shift in x", "y": "shift in y"}
 
 
@@ -44,11 +45,12 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
                 if value is None:
                     continue
                 strength = min(1.0, max(0.0, (value - chance) / (1 - chance))) ** 1.5
+                strength *= TINT
                 shade = strength * right + (1 - strength) * paper
                 plain = name == "Choi, MNIST"
                 if not plain:
                     axes.fill_between([x - 0.48, x + 0.48], y - 0.47, y + 0.47, color=shade, linewidth=0)
-                ink = colours.muted if plain else colours.paper if strength > 0.6 else colours.ink
+                ink = colours.muted if plain else colours.ink
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center_baseline", fontsize=8, color=ink,
                           weight="bold" if name == "all" else "normal")  # fmt: skip
         lines = [

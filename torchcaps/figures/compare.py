@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.figures.pictures import unpacked
 from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme, title
 from torchcaps.figures.training import table
+from torchcaps.pictures import unpacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
     strips = [] if test is None else [(key, test["cases"][key]) for key in ("only_first", "only_second")]
     strips = [(key, cases) for key, cases in strips if cases]
     curves, listed, shown = 2.0, 0.19 * (len(rows) + 2), 1.12 * len(strips)
-    words = 0.3 if test is not None else 0.0
+    words = 0.44 if test is not None else 0.0
     height = curves + listed + words + shown + 0.2
     with drawing(height, dark) as figure:
         left = figure.add_axes((0.09, 1 - 1.55 / height, 0.37, 1.25 / height))
@@ -42,11 +43,11 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
         if test is not None:
             sentence = (
                 f"Of {test['images']:,} test images both recognise {test['both']:,}, neither {test['neither']:,}, "
-                f"the first alone {test['only_first']:,}, the second alone {test['only_second']:,}: "
-                f"p = {test['p_value']:.2g}"
+                f"the first alone {test['only_first']:,}, the second alone {test['only_second']:,}.\n"
+                f"{_chance(test['p_value'])}"
             )
-            page.text(0.12, y, sentence, fontsize=6.8, color=colours.ink)
-            y += 0.18
+            page.text(0.12, y + 0.1, sentence, fontsize=6.8, color=colours.ink, va="center", linespacing=1.4)
+            y += 0.32
         for key, cases in strips:
             _strip(page, key, cases, runs, y, tones[key == "only_second"], dark)
             y += 1.12
@@ -60,7 +61,7 @@ def _curves(axes: Axes, runs: Sequence[Mapping[str, Any]], key: str, words: str,
     for run, tone in zip(runs, tones, strict=True):
         values = [math.nan if value is None else unit * value for value in run[key]]
         marker = "o" if len(values) <= 40 else ""
-        axes.plot(run["epochs"], values, color=tone, marker=marker, markersize=2.5, label=shortened(run["name"], 22))
+        axes.plot(run["epochs"], values, color=tone, marker=marker, markersize=2.5, label=fill(run["name"], 30))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("epoch", labelpad=1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -95,6 +96,12 @@ def _error(run: Mapping[str, Any]) -> str:
         return "not tested"
     spread = "" if run["standard_error"] is None else f" ± {100 * run['standard_error']:.2f}"
     return f"{100 * run['test_error']:.2f}{spread} %"
+
+
+def _chance(p_value: float) -> str:
+    share = f"{100 * p_value:.0f} %" if p_value >= 0.01 else f"{100 * p_value:.1g} %" if p_value >= 1e-5 else "0.001 %"
+    among = "fewer than " if p_value < 1e-5 else ""
+    return f"Between equals a split at least so uneven comes by chance in {among}{share} of cases (McNemar's test)."
 
 
 def _strip(

@@ -21,7 +21,7 @@ class Kind:
         paper: whose figure it is, as "Sabour 2017, figure 4; Mazzia 2021, figure 7", or "" for one of our own.
         what: one sentence that says what there is to see.
         numbers: `numbers(runs: Sequence[Opened], options: dict) -> dict`, of values that json.dumps takes; pictures
-            are base64 PNG strings (`figures.pictures.packed`). A ValueError says in a sentence what a run lacks.
+            are base64 PNG strings (`pictures.packed`). A ValueError says in a sentence what a run lacks.
         draw: `draw(numbers: dict, *, dark: bool = False) -> Figure`, which gets what json.loads gives back.
         runs: "none", "one", "two" or "several" (one or more).
         needs: what a run must have, in a word or two each, such as "decoder", "two labels" or "routing log".

@@ -22,6 +22,7 @@ KINDS: tuple[Kind, ...] = (
         "Test images and what the decoder makes of a capsule, with (label, prediction, target) below.",
         "torchcaps.analysis.examples:reconstructions",
         "torchcaps.figures.reconstructions:draw",
+        runs="several",
         needs=("a decoder", "a test"),
     ),
     Kind(
@@ -31,6 +32,7 @@ KINDS: tuple[Kind, ...] = (
         "One dimension of a capsule at a time moved by up to 0.25 of the length it can have, and decoded.",
         "torchcaps.analysis.perturb:perturbations",
         "torchcaps.figures.perturbations:draw",
+        runs="several",
         needs=("a decoder",),
         options={"image": None, "digit": None, "dims": 16},
     ),

@@ -24,6 +24,7 @@ KINDS: tuple[Kind, ...] = (
         "torchcaps.analysis.histories:logit_changes",
         "torchcaps.figures.routing:draw_changes",
         needs=("a routing log with iterations",),
+        options={"images": 16},
     ),
     Kind(
         "agreement",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchcaps.figures.pictures import Picture, unpacked
 from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme
+from torchcaps.pictures import Picture, unpacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,22 +29,6 @@ class Case(NamedTuple):
     chosen: tuple[int, ...]
     values: Sequence[float]
     number: int
-
-
-def worst_mistakes(values: Any, present: Any, chosen: Any, most: int = 12) -> list[int]:
-    """The images wrongly classified with the largest margin of the longest wrong capsule over the shortest right one.
-
-    Of equal margins the earlier image comes first. Where nothing is right, or nothing wrong, 0.5 stands for it.
-
-    Shapes: values [n, j], present and chosen bool [n, j]
-    """
-    values, present, chosen = np.asarray(values, dtype=np.float64), np.asarray(present), np.asarray(chosen)
-    wrong = np.where(present, -np.inf, values).max(axis=1)
-    right = np.where(present, values, np.inf).min(axis=1)
-    margins = np.where(np.isfinite(wrong), wrong, 0.5) - np.where(np.isfinite(right), right, 0.5)
-    mistaken = np.nonzero((present != chosen).any(axis=1))[0]
-    order = np.argsort(-margins[mistaken], kind="stable")[:most]
-    return [int(index) for index in mistaken[order]]
 
 
 def mistakes(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchcaps.figures.pictures import Picture, unpacked
 from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme
+from torchcaps.pictures import Picture, columns_for, unpacked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,8 +73,3 @@ def _block(block: Mapping[str, Any]) -> Block:
         pictures = [unpacked(text) if text else None for text in each["pictures"]]
         strips.append(Strip(each["name"], pictures, each["words"], each["tone"]))
     return Block(block["title"], strips)
-
-
-def columns_for(height: int, width: int) -> int:
-    """How many pictures of this shape go side by side."""
-    return 8 if width < 1.5 * height else 4

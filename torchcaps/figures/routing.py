@@ -7,13 +7,23 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.figures.style import drawing, shortened, theme, title
+from torchcaps.figures.style import MINUS, drawing, shortened, theme, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 EPOCHS = 4  # lines in a panel
+DYNAMIC_NOTE = (
+    "The change is |v · u|, which Sabour's procedure 1 adds to a logit: where the votes agree ever better, it\n"
+    "grows with the iterations. The paper's falls, from 0.007 at the second to 0.00001 at the fifth, and it\n"
+    "does not say how that was measured."
+)
+
+
+def layer_title(number: int, count: int) -> str:
+    """What a layer that routes votes is called, by its place among them."""
+    return "Class capsules" if number == count else f"Layer {number} of {count}"
 
 
 def routing(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
@@ -31,7 +41,7 @@ def routing(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
         grid = figure.subplots(len(layers), 2, squeeze=False)
         for (left, right), name in zip(grid, layers, strict=True):
             kind = some[-1]["layers"][name].get("routing", "").removesuffix("Routing")
-            title(left, shortened(f"{name}, {kind}", 28))
+            title(left, f"{layer_title(layers.index(name) + 1, len(layers))}, {kind}")
             title(right, "Votes by cosine")
             _changes(left, some, name, dark)
             _cosines(right, some, name, dark)
@@ -46,12 +56,13 @@ def draw_changes(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     layers = numbers["layers"]
-    with drawing(0.35 + 1.75 * len(layers), dark, layout="constrained") as figure:
+    dynamic = any(layer["routing"] == "Dynamic" for layer in layers)
+    with drawing(0.35 + 1.75 * len(layers) + 0.4 * dynamic, dark, layout="constrained") as figure:
         grid = figure.subplots(len(layers), 2, squeeze=False)
         for (left, right), layer in zip(grid, layers, strict=True):
             changes = [[math.nan if value is None else value for value in row] for row in layer["changes"]]
             steps = len(changes[-1])
-            title(left, shortened(f"{layer['name']}, {layer['routing']}", 28))
+            title(left, f"{layer_title(*layer['place'])}, {layer['routing']}")
             for k, shade in zip(range(steps), reversed(_shades(steps, dark)), strict=True):
                 values = [row[k] if k < len(row) else math.nan for row in changes]
                 left.plot(layer["epochs"], values, "o-", color=shade, label=f"iteration {k + 1}", markersize=2.5)
@@ -64,6 +75,11 @@ def draw_changes(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
             for k, shade in zip(chosen, _shades(len(chosen), dark), strict=True):
                 label = f"epoch {layer['epochs'][k]}"
                 right.plot(range(1, steps + 1), changes[k], "o-", color=shade, label=label, markersize=2.5)
+            further = [math.nan if value is None else value for value in layer["further"]]
+            if len(further) > steps:
+                places = range(1, len(further) + 1)
+                label = f"the end, {len(further)} iterations"
+                right.plot(places, further, "o:", color=theme(dark).ink, label=label, markersize=2.5, linewidth=1)
             if numbers["paper"] and layer["routing"] == "Dynamic":
                 points = [(float(step), value) for step, value in numbers["paper"].items()]
                 right.plot(*zip(*points, strict=True), "D", color=theme(dark).wrong, label="the paper, epoch 500")
@@ -73,23 +89,26 @@ def draw_changes(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
             right.legend(loc="best", fontsize=7)
         grid[-1, 0].set_xlabel("epoch")
         grid[-1, 1].set_xlabel("iteration")
+        if dynamic:
+            figure.supxlabel(DYNAMIC_NOTE, fontsize=7, color=theme(dark).muted, x=0.02, ha="left")
     return figure
 
 
 def draw_agreement(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
     """What `analysis.histories.agreement` gives: as in Li's figure 2, grey the share of votes, blue their length.
 
-    Below it, how many votes are how long.
+    Below it, how many votes are how long, and what the last epoch comes to beside the paper's.
     """
     colours = theme(dark)
     runs = numbers["runs"]
     columns = max(len(run["panels"]) for run in runs)
     edges, lengths = numbers["cosine_edges"], numbers["length_edges"]
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
-    with drawing(0.3 + 2.55 * len(runs), dark, layout="constrained") as figure:
+    with drawing(0.3 + 2.75 * len(runs), dark, layout="constrained") as figure:
         for part, run in zip(figure.subfigures(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
+            name = shortened(run["name"], 36)
             part.suptitle(
-                shortened(f"{run['name']}: {run['layer']}, {run['routing']}", 64),
+                f"{name}: {layer_title(*run['place']).lower()}, {run['routing']}",
                 fontsize=9.5,
                 x=0.01,
                 ha="left",
@@ -129,7 +148,18 @@ def draw_agreement(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
             grid[0, 0].set_ylabel("% of votes\nby cosine", fontsize=7)
             grid[1, 0].set_ylabel("% of votes\nby length", fontsize=7)
             grid[0, 0].set_ylim(bottom=0)
+            part.supxlabel(_agreement_words(run, edges), fontsize=7, color=colours.muted, x=0.02, ha="left")
     return figure
+
+
+def _agreement_words(run: Mapping[str, Any], edges: Sequence[float]) -> str:
+    low, high = f"{edges[1]:g}".replace("-", MINUS), f"{edges[-2]:g}"
+    words = f"At the end {100 * run['dissimilar']:.0f} % of the votes have a cosine below {low}"
+    if run["paper_dissimilar"] is not None:
+        words += f" (the paper finds {100 * run['paper_dissimilar']:.0f} % dissimilar)"
+    length = run["similar_length"]
+    rest = f"none is above {high}" if length is None else f"those above {high} are {length:.2g} long on average"
+    return f"{words};\n{rest}."
 
 
 def _used(shares: Sequence[float]) -> slice:

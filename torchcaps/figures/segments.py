@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchcaps.figures.pictures import Picture, unpacked
 from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme
+from torchcaps.pictures import Picture, unpacked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

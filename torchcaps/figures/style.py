@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.figures.pictures import Picture
+from torchcaps.pictures import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

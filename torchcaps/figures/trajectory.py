@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchcaps.figures.pictures import unpacked
 from torchcaps.figures.style import MINUS, drawing, theme, title
+from torchcaps.pictures import unpacked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,6 +50,9 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
         names = [f"component {k}" + (f", {100 * s:.1f} % of the variance" if s is not None else "")
                  for k, s in enumerate(numbers["shares"], 1)]  # fmt: skip
         above.set(xlabel=names[0], ylabel=names[1])
+        above.set_title(
+            "axes not to the same scale", loc="right", pad=3, fontsize=6.5, color=colours.muted, weight="normal"
+        )
         title(below, "How present")
         below.plot(angles, numbers["length"], color=colours.ink, label=f"class {numbers['class']}")
         rival = f"class {numbers['rival']}"

@@ -77,7 +77,7 @@ def check_runs(kind: Kind, count: int) -> None:
     least, most = RUNS[kind.runs]
     if not least <= count <= most:
         words = {"none": "no run", "one": "one run", "two": "two runs", "several": "one run or more"}
-        raise ValueError(f"the figure {kind.name} is of {words[kind.runs]}, got {count}")
+        raise ValueError(f"the figure {kind.name} takes {words[kind.runs]}, got {count}")
 
 
 def read_drawn(path: Path, kinds: Mapping[str, Kind]) -> Drawn:

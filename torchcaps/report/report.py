@@ -13,24 +13,21 @@ from typing import TYPE_CHECKING
 
 from torchcaps import figures
 from torchcaps.analysis import examples
-from torchcaps.analysis.examples import chosen, lengths
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Predictions, calibration, confusion_matrix, expected_calibration_error
 from torchcaps.figures.catalog import KINDS
 from torchcaps.figures.confusion import most_confused
-from torchcaps.figures.kind import RUNS
+from torchcaps.figures.kind import RUNS, Kind
 from torchcaps.figures.mistakes import cases_of
 from torchcaps.figures.reconstructions import draw as draw_reconstructions
 from torchcaps.report import story
-from torchcaps.report.drawn import take_numbers
+from torchcaps.report.drawn import Drawn, take_numbers
 from torchcaps.report.page import Page, Section, Shown, Table, render_page
 from torchcaps.runs import Opened, open_run
 from torchcaps.train import checkpoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["Report", "chosen", "lengths", "write_report"]
 
 MISTAKES = 12
 OWN = ("mistakes", "reconstructions")  # of the catalogue, which every report has
@@ -186,7 +183,7 @@ def _add_catalogue(report: Report, runs: Sequence[Opened], say: Callable[[str], 
         try:
             if least > len(runs):
                 raise ValueError("it compares runs; --beside names another")
-            drawn = take_numbers(kind, runs[:most])
+            drawn = _of_all_or_the_first(kind, runs[:most], least)
             files = drawn.files()
             shown = Shown(files[".png"], drawn.png(dark=True), kind.what, kind.wide)
         except (ValueError, OSError) as error:
@@ -200,6 +197,16 @@ def _add_catalogue(report: Report, runs: Sequence[Opened], say: Callable[[str], 
             report.sections.append(Section(f"{kind.title}, moving", figure=moving))
     if missing:
         report.sections.append(Section("Not for this run", table=Table(missing, ("figure", "why not")), folded=True))
+
+
+def _of_all_or_the_first(kind: Kind, runs: Sequence[Opened], least: int) -> Drawn:
+    """Where a run beside it lacks what a figure needs, that figure is of the first alone."""
+    try:
+        return take_numbers(kind, runs)
+    except (ValueError, OSError):
+        if least == len(runs):
+            raise
+    return take_numbers(kind, runs[:least])
 
 
 def _add_calibration(report: Report, predictions: Predictions) -> None:

@@ -80,5 +80,10 @@ def unpacked(text: str) -> Picture:
     return np.broadcast_to(values, (height, width, 3)).copy()
 
 
+def columns_for(height: int, width: int) -> int:
+    """How many pictures of this shape go side by side."""
+    return 8 if width < 1.5 * height else 4
+
+
 def _chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
