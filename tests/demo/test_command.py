@@ -1,12 +1,15 @@
 """`torchcaps demo` from the command line: what it refuses, and the folder for a model hub."""
 
+import os
 import runpy
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+import torchcaps.demo
 from torchcaps.cli import main
 from torchcaps.demo.app import answered, free_port
 from torchcaps.demo.space import APP, write_space
@@ -34,6 +37,7 @@ def test_a_port_in_use_is_named(capsys):
 
 
 def test_ports_and_hosts_that_cannot_be(capsys):
+    assert refused(capsys, "--port", "abc") == "a port is a number from 0 to 65535, got 'abc'"
     assert 0 < free_port("127.0.0.1", 0) < 65536
     with pytest.raises(ValueError, match="a port is a number from 0 to 65535, got 70000"):
         free_port("127.0.0.1", 70_000)
@@ -52,7 +56,6 @@ def test_a_missing_or_old_gradio_is_named(capsys, monkeypatch):
 def test_runs_that_cannot_be_shown(capsys, tmp_path, monkeypatch):
     assert refused(capsys, str(tmp_path / "none"), "--port", "0") == f"there is no run folder {tmp_path / 'none'}"
     assert refused(capsys, str(tmp_path), "--port", "0").startswith(f"{tmp_path} is no run folder")
-    assert refused(capsys, "--share", "perhaps") == "share is yes or no, got 'perhaps'"
     monkeypatch.setattr("torchcaps.demo.shelf.shipped", list)
     assert refused(capsys, "--port", "0").startswith("there are no trained weights to show; torchcaps quick trains")
 
@@ -63,7 +66,19 @@ def test_the_page_answers_mistakes_with_a_sentence():
 
     assert answered(lambda: {"found": 3})["found"] == 3
     assert answered(lambda: wrong(ValueError("the canvas is empty"))) == {"error": "the canvas is empty"}
-    assert answered(lambda: wrong(KeyError("model"))) == {"error": "the page asked for something unknown"}
+    with pytest.raises(KeyError):  # a mistake of ours, which belongs in the log
+        answered(lambda: wrong(KeyError("model")))
+
+
+def test_the_page_is_for_this_computer_unless_it_is_shared(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torchcaps.demo, "serve", lambda runs, **options: calls.append((runs, options)))
+    assert main(["demo"]) == 0
+    assert main(["demo", "here", "--share", "--host", "0.0.0.0", "--port", "80"]) == 0
+    assert calls == [
+        ((), {"host": "127.0.0.1", "port": 7860, "share": False}),
+        (("here",), {"host": "0.0.0.0", "port": 80, "share": True}),
+    ]
 
 
 def test_a_space_is_one_file(tmp_path, capsys, monkeypatch):
@@ -84,6 +99,36 @@ def test_a_space_is_one_file(tmp_path, capsys, monkeypatch):
     )
 
 
+PIP = """
+import os, sys
+from pathlib import Path
+
+Path("asked.txt").write_text(" ".join(sys.argv[1:]))
+package = Path(os.environ["PYTHONPATH"]) / "torchcaps" / "demo"
+package.mkdir(parents=True)
+(package / "__init__.py").write_text("def serve(runs, **options): print(runs, options)")
+"""
+
+
+@pytest.mark.parametrize("wheel", [None, "torchcaps-0.1-py3-none-any.whl"])
+def test_a_space_installs_the_wheel_beside_it_or_the_package(tmp_path, wheel):
+    """With a pip of our own, which writes down what it is asked for, and puts a package there."""
+    space, packages = tmp_path / "space", tmp_path / "packages"
+    write_space(space)
+    packages.mkdir()
+    (packages / "pip.py").write_text(PIP)
+    if wheel:
+        (space / wheel).touch()
+        (space / "unrelated-2.0-py3-none-any.whl").touch()
+    environment = {**os.environ, "PYTHONPATH": str(packages), "PORT": "7861"}
+    words = [sys.executable, "-S", "app.py"]
+    done = subprocess.run(words, cwd=space, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[] {'host': '0.0.0.0', 'port': 7861}"
+    package = str(space / wheel) if wheel else "torchcaps"
+    assert (space / "asked.txt").read_text() == f"install --quiet {package}[demo]"
+
+
 def test_a_space_takes_a_run_along(tmp_path, plain):
     write_space(tmp_path / "space", [plain])
     copy, run = open_run(tmp_path / "space" / "run", device="cpu"), open_run(plain, device="cpu")
@@ -92,6 +137,8 @@ def test_a_space_takes_a_run_along(tmp_path, plain):
     assert all(bool((own[name] == other[name]).all()) for name in own)
     with pytest.raises(ValueError, match="a space shows one run"):
         write_space(tmp_path / "two", [plain, plain])
+    with pytest.raises(ValueError, match="efficient_capsnet_mnist comes with torchcaps, so a space shows it"):
+        write_space(tmp_path / "three", ["efficient_capsnet_mnist"])
     with pytest.raises(ValueError, match="there is no run folder"):
         write_space(tmp_path / "three", [tmp_path / "none"])
     assert not (tmp_path / "three").exists()

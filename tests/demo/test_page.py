@@ -5,7 +5,6 @@ import io
 import re
 import struct
 import zlib
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ import torch
 
 from torchcaps.models.pretrained import shipped
 
-if find_spec("gradio") is None:
-    pytest.skip("the page needs Gradio", allow_module_level=True)
 Image = pytest.importorskip("PIL.Image")
 
 NETWORK = "efficient_capsnet_mnist"
@@ -32,7 +29,7 @@ class Watched:
         self.page.on("requestfailed", lambda asked: self.complaints.append(f"failed: {asked.url[:100]}"))
         self.page.on("request", lambda asked: asked.url.startswith(LOCAL) or self.foreign.append(asked.url))
         self.page.goto(server)
-        self.page.wait_for_selector("#tc[data-model]")
+        self.page.wait_for_selector("#tc[data-milliseconds]")
         self.settle()
 
     def settle(self):
@@ -65,6 +62,21 @@ class Watched:
         source = self.page.get_attribute(f"#tc-{name}", "src")
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.split(",")[1])))).astype(int)
 
+    def words_apart(self):
+        """The ends of the pose's three paths are named, and no name lies on another or beyond the plot."""
+        boxes = self.page.evaluate(
+            "() => [...document.querySelectorAll('.tc-word')].map((word) => {"
+            " const { x, y, width, height } = word.getBBox(); return [x, y, x + width, y + height]; })"
+        )
+        assert len(boxes) == 6
+        for n, (left, top, right, bottom) in enumerate(boxes):
+            assert left >= 0
+            assert top >= 0
+            assert right <= 360
+            assert bottom <= 206
+            for other in boxes[:n]:
+                assert right <= other[0] or other[2] <= left or bottom <= other[1] + 2 or other[3] <= top + 2, boxes
+
     def slide(self, selector, value):
         """As a hand does: the thumb is pulled along."""
         box = self.page.locator(selector).bounding_box()
@@ -79,28 +91,45 @@ class Watched:
         self.settle()
 
     def draw(self, ink):
-        """Every run of ink in a row of the image is one stroke of the mouse with a fine pen. Shapes: ink [28, 28]"""
+        """With the mouse, to and fro over the ink of every other row, without lifting the pen where it goes on below.
+
+        Shapes: ink [28, 28]
+        """
         self.tab("draw")
-        self.page.evaluate("document.querySelector('#tc-pen').value = 14")
         self.page.click("#tc-clear")
         self.settle()
         box = self.page.locator("#tc-canvas").bounding_box()
         step = box["width"] / len(ink)
-        for row, line in enumerate(ink > 110):
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], line, [0]])))
-            for start, end in zip(edges[::2], edges[1::2], strict=True):
-                y = box["y"] + (row + 0.5) * step
-                self.page.mouse.move(box["x"] + (start + 0.5) * step, y)
-                self.page.mouse.down()
-                self.page.mouse.move(box["x"] + (end - 0.5) * step, y)
-                self.page.mouse.up()
+        for line in strokes(ink > 110):
+            for n, (row, column) in enumerate(line):
+                self.page.mouse.move(box["x"] + (column + 0.5) * step, box["y"] + (row + 0.5) * step)
+                if not n:
+                    self.page.mouse.down()
+            self.page.mouse.up()
         self.settle()
+
+
+def strokes(ink):
+    """Lines of (row, column) that cover the ink, with a pen of two pixels. Shapes: bool [h, w]"""
+    lines = []
+    first = int(np.flatnonzero(ink.any(1))[0])
+    for row in range(first, len(ink), 2):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], ink[row], [0]])))
+        for start, end in zip(edges[::2], edges[1::2] - 1, strict=True):
+            above = [line for line in lines if line[-1][0] == row - 2 and start <= line[-1][1] <= end]
+            line = above[0] if above else []
+            if not above:
+                lines.append(line)
+            near = line and line[-1][1] - start > end - line[-1][1]
+            line += [(row, end), (row, start)] if near else [(row, start), (row, end)]
+    return lines
 
 
 @pytest.fixture(scope="module")
 def watched(browser, server):
     page = Watched(browser, server, viewport={"width": 1280, "height": 1100})
-    page.choose(NETWORK)
+    page.first = {name: page.text(name) for name in ("found", "found-text")}
+    page.first["milliseconds"] = int(page.page.get_attribute("#tc", "data-milliseconds"))
     yield page
     page.page.close()
 
@@ -113,20 +142,13 @@ def quiet(watched):
     assert not watched.foreign
 
 
-def test_the_first_answer_comes_within_a_second(browser, server, watched):
-    times = []
-    for _ in range(3):
-        page = Watched(browser, server)
-        page.choose(NETWORK)
-        page.tab("sample")
-        page.page.click("#tc-thumbs button[data-index='18']")
-        page.settle()
-        assert page.text("found") == "3"
-        times.append(int(page.page.get_attribute("#tc", "data-milliseconds")))
-        page.page.close()
-        if times[-1] < 1000:
-            break
-    assert times[-1] < 1000, times
+def test_the_first_answer_comes_within_a_second(watched):
+    """That of the example which a fresh page shows, measured once."""
+    assert watched.first["found"] == "7"
+    assert re.fullmatch(r"length [01]\.\d\d", watched.first["found-text"])
+    assert 0 < watched.first["milliseconds"] < 1000
+    paper = watched.page.evaluate("getComputedStyle(document.querySelector('.tc-card')).backgroundColor")
+    assert paper == "rgb(255, 255, 255)"
 
 
 def test_ten_digits_drawn_onto_the_canvas_are_read(watched, digits):
@@ -181,6 +203,7 @@ def test_turning_and_shifting_move_the_input_and_the_pose(watched):
     watched.settle()
     watched.page.wait_for_selector("#tc-path:not(.tc-stale) #tc-now")
     assert watched.page.locator("#tc-path polyline").count() == 3
+    watched.words_apart()
 
     def now():
         return [float(watched.page.get_attribute("#tc-now", side)) for side in ("cx", "cy")]
@@ -260,6 +283,23 @@ def test_a_photograph_of_a_digit_is_read(watched, digits):
     assert watched.page.is_hidden("#tc-toast")
 
 
+def test_what_is_no_digit_is_called_none_of_these(watched):
+    watched.tab("sample")
+    watched.page.click("#tc-thumbs button[data-index='42']")
+    watched.settle()
+    assert watched.page.locator(".tc-is-found").count() == 1
+    assert watched.text("coupling-text") == "where the votes for 7 come from"
+    upload(watched, as_png(np.pad(np.full((60, 60), 255, np.uint8), 30)))
+    watched.page.wait_for_selector("#tc-found.tc-none")
+    assert watched.text("found") == "none of these"
+    assert re.fullmatch(r"nearest is \d, length 0\.[0-7]\d", watched.text("found-text"))
+    assert watched.page.locator(".tc-is-found").count() == 0
+    watched.tab("sample")
+    watched.page.click("#tc-thumbs button[data-index='42']")
+    watched.page.wait_for_selector("#tc-found:not(.tc-none)")
+    assert watched.text("found") == "7"
+
+
 def test_what_cannot_be_read_gets_a_sentence(watched):
     watched.tab("draw")
     watched.page.click("#tc-clear")
@@ -294,27 +334,29 @@ def test_a_run_without_decoder_says_so_and_still_answers(watched, plain):
     try:
         watched.choose(plain.name)
         watched.page.wait_for_selector("#tc-note:not([hidden])")
-        assert watched.text("note") == f"{plain.name} has no decoder, so nothing can be drawn from its capsules."
+        assert watched.text("note") == (
+            f"{plain.name} has no decoder to draw with; a preset built with decoder=True has one."
+        )
         assert watched.page.locator("#tc-sliders input").count() == 0
         watched.tab("sample")
         watched.page.click("#tc-thumbs button >> nth=3")
         watched.settle()
-        assert watched.text("found") in "0123456789"
+        assert sum(map(float, watched.page.locator(".tc-bar output").all_inner_texts())) > 0
         assert watched.picture("seen").shape == (8, 8)
         assert watched.page.is_hidden("#tc-drawn")
         assert watched.page.is_visible("#tc-coupling")
+        watched.page.wait_for_selector("#tc-path:not(.tc-stale) #tc-now")
+        watched.words_apart()
     finally:
         watched.choose(NETWORK)
     watched.page.wait_for_selector("#tc-sliders input", state="attached")
     assert watched.page.is_hidden("#tc-note")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone(browser, server, watched, scheme):
+def test_it_fits_a_phone_that_is_dark(browser, server, watched):
     phone = Watched(
-        browser, server, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, color_scheme=scheme
+        browser, server, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, color_scheme="dark"
     )
-    phone.choose(NETWORK)
     for tab in ("draw", "sample", "overlay", "upload"):
         phone.tab(tab)
         assert phone.page.evaluate("document.documentElement.scrollWidth") == 390
@@ -323,7 +365,7 @@ def test_it_fits_a_phone(browser, server, watched, scheme):
     phone.settle()
     assert phone.text("found") == "6"
     paper = phone.page.evaluate("getComputedStyle(document.querySelector('.tc-card')).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 200) == (scheme == "dark")
+    assert sum(map(int, re.findall(r"\d+", paper)[:3])) < 200
     assert not phone.complaints
     assert not phone.foreign
     phone.page.close()

@@ -2,13 +2,16 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from torchcaps.analysis.trajectory import principal
 from torchcaps.demo.paint import GREEN, RED
-from torchcaps.demo.reader import Reader, principal
+from torchcaps.demo.reader import Reader
+from torchcaps.demo.request import check, model_of
 from torchcaps.demo.shelf import Shelf, as_reader, open_shipped
 from torchcaps.models import create_model
 from torchcaps.models.pretrained import shipped
@@ -82,11 +85,12 @@ def test_bending_adds_a_quarter_to_one_dimension(reader, digits, capsule):
 
 def test_sliders_beyond_their_ends_are_held_and_too_many_left_out(reader):
     pose = torch.zeros(16)
-    assert reader.offsets({"bend": [9.0, -9.0, *[0.5] * 40]}, pose).tolist() == [0.25, -0.25, *[0.125] * 14]
-    assert reader.offsets({}, pose).tolist() == [0.0] * 16
+    bend = check({"bend": [9.0, -9.0, *[0.5] * 40]}, 10).bend
+    assert reader.offsets(bend, pose).tolist() == [0.25, -0.25, *[0.125] * 14]
+    assert reader.offsets((), pose).tolist() == [0.0] * 16
     wide = reader_of(NETWORK, (1, 28, 28))
     wide.model.head.longest = 4.0
-    assert wide.offsets({"bend": [1.0]}, pose)[0] == 1.0
+    assert wide.offsets((1.0,), pose)[0] == 1.0
 
 
 def test_turning_and_shifting_by_whole_pixels_is_exact(reader, digits):
@@ -113,17 +117,25 @@ def test_a_path_starts_where_the_pose_is(reader):
     assert 0 < path["shares"][1] <= path["shares"][0] <= 1
 
 
+def test_a_pose_that_does_not_move_has_a_path_of_one_place():
+    still = reader_of(NETWORK, (1, 28, 28))
+    for weight in still.model.requires_grad_(False).parameters():
+        weight.zero_()
+    path = still.path({"source": sample(30), "capsule": 5})
+    assert path["shares"] == [0, 0]
+    assert {tuple(point) for way in path["ways"] for point in way["points"]} == {(0, 0)}
+
+
 def test_principal_components_of_known_points():
     direction = torch.tensor([3.0, 4.0, 0.0]) / 5
     line = torch.arange(7.0)[:, None] * direction + torch.tensor([1.0, 2.0, 3.0])
     mean, axes, shares = principal(line)
     assert mean.tolist() == pytest.approx((3 * direction + torch.tensor([1.0, 2.0, 3.0])).tolist())
     assert shares.tolist() == pytest.approx([1, 0], abs=1e-6)
-    assert abs(float(axes[:, 0] @ direction)) == pytest.approx(1)
+    assert abs(float(axes[:, 0] @ direction.double())) == pytest.approx(1)
     angle = torch.arange(12) * (2 * torch.pi / 12)
     ellipse = torch.stack([2 * angle.cos(), torch.zeros(12), angle.sin()], 1)
     assert principal(ellipse)[2].tolist() == pytest.approx([0.8, 0.2], abs=1e-6)
-    assert principal(torch.ones(5, 4))[2].tolist() == [0, 0]
 
 
 def test_a_second_object_must_be_long_enough(reader):
@@ -168,7 +180,7 @@ def test_fields_of_other_sizes_hold_the_same_digits(digits):
 
 def test_what_a_network_lacks_is_said(plain):
     about = as_reader(open_run(plain, device="cpu"), "mine").about()
-    assert about["note"] == "mine has no decoder, so nothing can be drawn from its capsules."
+    assert about["note"] == "mine has no decoder to draw with; a preset built with decoder=True has one."
     assert about["dim"] == 16
     cnn = reader_of("li_cnn6_cifar10", (3, 32, 32), "cifar10", "cnn")
     assert cnn.about()["note"] == (
@@ -186,17 +198,76 @@ def test_what_a_network_lacks_is_said(plain):
     assert foreign.about()["note"] == (
         "The test set of fashion_mnist is not on this computer; torchcaps data get fashion_mnist fetches it."
     )
-    with pytest.raises(ValueError, match="there is no test image 0 to choose; there are 0"):
+    with pytest.raises(ValueError, match="there is no test image 0 to choose; there is none"):
         foreign.answer({"source": sample(0)})
 
 
+def test_a_decoder_that_was_not_trained_draws_nothing(reader):
+    run = open_run(NETWORK, device="cpu")
+    untrained = as_reader(replace(run, recipe=replace(run.recipe, reconstruction=0.0)), "mine")
+    about = untrained.about()
+    assert about["note"] == (
+        "The decoder of mine was not trained, as its recipe has reconstruction 0; --reconstruction sets it."
+    )
+    assert about["decoder"] is False
+    answer = untrained.answer({"source": sample(20)})
+    assert answer["reconstruction"] is answer["bent"] is None
+    assert answer["pose"] == reader.answer({"source": sample(20)})["pose"]
+    assert as_reader(run, "mine").about()["note"] == ""
+
+
+def test_what_is_shorter_than_the_threshold_is_none_of_these(reader):
+    assert reader.threshold == pytest.approx(0.724, abs=1e-3)
+    longest = max(reader.answer({"source": sample(20)})["lengths"])
+    for threshold, none in ((None, False), (0.0, False), (longest - 1e-3, False), (longest + 1e-3, True)):
+        answer = replace(reader, threshold=threshold).answer({"source": sample(20)})
+        assert answer["none"] is none
+        assert answer["found"] == [3]
+
+
 def test_wrong_requests_get_sentences(reader):
-    for source in ({}, {"kind": "telepathy"}):
+    for source in ({}, None, {"kind": "telepathy"}):
         with pytest.raises(ValueError, match="there is no picture yet"):
             reader.answer({"source": source})
-    for index in (-1, 60, None, "3"):
-        with pytest.raises(ValueError, match=r"there is no test image .* to choose; there are 60"):
+    for index in (-1, 60, None, "3", True, 1.0):
+        with pytest.raises(ValueError, match=r"there is no test image .* to choose; there are 60, counted from 0"):
             reader.answer({"source": sample(index)})
+    still = {"source": sample(0)}
+    for request, sentence in (
+        ([], r"a request has names with values, got \[\]"),
+        ({"source": [1]}, r"the source of a picture has names with values, got \[1\]"),
+        ({**still, "capsule": 99}, "there is no capsule 99 to choose; there are 10, counted from 0"),
+        ({**still, "capsule": True}, "there is no capsule True to choose"),
+        ({**still, "capsule": "3"}, "there is no capsule '3' to choose"),
+        ({**still, "bend": ["x"]}, "a slider is a number, got 'x'"),
+        ({**still, "bend": [float("nan")]}, "a slider is a number, got nan"),
+        ({**still, "bend": {"x": 1}}, "bend is a list of numbers from -1 to 1, got {'x': 1}"),
+        ({**still, "bend": "1" * 99}, r"bend is a list of numbers from -1 to 1, got '1{36}\.\.\.$"),
+        ({**still, "turn": "far"}, "turn is a number from -360 to 360, got 'far'"),
+        ({**still, "turn": 361}, "turn is a number from -360 to 360, got 361"),
+        ({**still, "right": float("inf")}, "right is a number from -100 to 100, got inf"),
+        ({**still, "down": [1]}, r"down is a number from -100 to 100, got \[1\]"),
+        ({"source": {"kind": "overlay", "first": 0, "second": 1, "apart": "x"}}, "apart is a number from -100 to 100"),
+        ({"source": {"kind": "overlay", "first": 0}}, "there is no test image None to choose"),
+        ({"source": {"kind": "drawing", "picture": [0]}}, "this is no picture"),
+    ):
+        for asked in (reader.answer, reader.path):
+            with pytest.raises(ValueError, match=sentence):
+                asked(request if request == [] else {"capsule": 1, **request})
+    with pytest.raises(ValueError, match="a path is that of one capsule; choose which"):
+        reader.path(still)
+    with pytest.raises(ValueError, match="network has no capsules, so no pose goes anywhere"):
+        reader_of("li_cnn6_cifar10", (1, 32, 32)).path({**still, "capsule": 1})
+
+
+def test_a_network_goes_by_its_name():
+    assert model_of({"model": "mine"}) == "mine"
+    assert model_of({}) is None
+    for wrong in ({"model": ["mine"]}, {"model": 3}):
+        with pytest.raises(ValueError, match="a network goes by its name, got"):
+            model_of(wrong)
+    with pytest.raises(ValueError, match="a request has names with values, got 'mine'"):
+        model_of("mine")
 
 
 def test_a_shelf_has_runs_first_and_shipped_weights_after(plain):
@@ -213,3 +284,6 @@ def test_networks_that_read_digits_come_first():
     names = Shelf().names
     assert names[0] == NETWORK
     assert sorted(names) == shipped()
+    other = next(name for name in shipped() if name != NETWORK)
+    assert sorted(Shelf([other]).names) == shipped()  # one that is named comes first, and once
+    assert Shelf([other]).names[0] == other

@@ -7,8 +7,8 @@ def show_page(
     runs: tuple[str, ...] = (),
     *,
     host: str = "127.0.0.1",
-    port: int = 7860,
-    share: str = "no",
+    port: int | str = 7860,
+    share: bool = False,
     space: str | None = None,
 ) -> int:
     """Open a page in the browser: draw a digit, see which capsules read it, turn it, bend it.
@@ -19,16 +19,16 @@ def show_page(
         runs: folders of finished runs; the networks that come with torchcaps are there in any case.
         host: 127.0.0.1 is for this computer alone, 0.0.0.0 for all that can reach it.
         port: 0 takes one that is free.
-        share: yes gives a public address through Gradio's servers, for a week.
-        space: write this folder for a model hub instead, with app.py and the first of the runs, if there is any.
+        share: a public address as well, through Gradio's servers, for a week.
+        space: write this folder for a model hub instead, with app.py and the run, if one is named.
     """
     from torchcaps.demo import serve
     from torchcaps.demo.space import write_space
 
-    if share not in ("yes", "no"):
-        raise ValueError(f"share is yes or no, got {share!r}")
+    if not isinstance(port, int):
+        raise ValueError(f"a port is a number from 0 to 65535, got {port!r}")
     if space is not None:
         print(write_space(space, runs))
         return 0
-    serve(runs, host=host, port=port, share=share == "yes")
+    serve(runs, host=host, port=port, share=share)
     return 0

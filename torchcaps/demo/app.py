@@ -9,13 +9,14 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 
+from torchcaps.demo.request import model_of
 from torchcaps.demo.shelf import Shelf
 
 ASSETS = Path(__file__).parent / "assets"
@@ -30,17 +31,17 @@ def build(runs: Sequence[str | os.PathLike[str]] = ()) -> Any:
     shelf[shelf.names[0]].warm_up()
     lock = Lock()  # couplings are read off through hooks, one picture at a time
 
-    def about(request: Mapping[str, Any]) -> dict[str, Any]:
+    def about(request: Any) -> dict[str, Any]:
         with lock:
-            return answered(lambda: shelf.about(request.get("model") or shelf.names[0]))
+            return answered(lambda: shelf.about(model_of(request) or shelf.names[0]))
 
-    def read(request: Mapping[str, Any]) -> dict[str, Any]:
+    def read(request: Any) -> dict[str, Any]:
         with lock:
-            return answered(lambda: shelf[request["model"]].answer(request))
+            return answered(lambda: shelf[model_of(request) or shelf.names[0]].answer(request))
 
-    def path(request: Mapping[str, Any]) -> dict[str, Any]:
+    def path(request: Any) -> dict[str, Any]:
         with lock:
-            return answered(lambda: shelf[request["model"]].path(request))
+            return answered(lambda: shelf[model_of(request) or shelf.names[0]].path(request))
 
     with gradio.Blocks(title="torchcaps", analytics_enabled=False, fill_width=True) as page:
         gradio.HTML(
@@ -96,8 +97,8 @@ def answered(what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         return {**what(), "seconds": round(time.perf_counter() - start, 4)}
-    except (ValueError, KeyError, TypeError) as error:
-        return {"error": f"{error}" if isinstance(error, ValueError) else "the page asked for something unknown"}
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def free_port(host: str, port: int) -> int:

@@ -5,7 +5,7 @@ Nothing is kept from one request to the next, so several people may ask at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchcaps.analysis.coupling import coupling_map
 from torchcaps.analysis.perturb import REACH, decoded, scale_of
+from torchcaps.analysis.trajectory import principal
 from torchcaps.analysis.transform import moved
 from torchcaps.data import Split
 from torchcaps.data.augment import apply
@@ -24,6 +25,7 @@ from torchcaps.data.batches import as_float
 from torchcaps.data.random import Draws
 from torchcaps.demo.ink import BOX, Unreadable, as_digit, decode, open_ink, open_picture
 from torchcaps.demo.paint import grey_or_colour, heat, thumbnails, two_colours
+from torchcaps.demo.request import APART, check, number, place
 from torchcaps.types import Image
 
 SAMPLES = Path(__file__).parent / "samples" / "mnist.npz"
@@ -36,7 +38,8 @@ TURNS, SHIFTS = range(-60, 61, 6), range(-6, 7)  # degrees and pixels of a pose'
 class Reader:
     """`raw` is the size of the data set's own images, on which `steps` work before the network sees them.
 
-    `test` gets the test set, or says with a ValueError why it is not there.
+    `test` gets the test set, or says with a ValueError why it is not there. A picture whose longest class is below
+    `threshold` is none of these. `undrawn` is the sentence that says why the decoder cannot be used, where it cannot.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Reader:
     steps: tuple[Any, ...]
     data: str
     test: Callable[[], Split]
+    threshold: float | None = None
+    undrawn: str = ""
 
     @property
     def digits(self) -> bool:
@@ -58,7 +63,7 @@ class Reader:
 
     @property
     def decoder(self) -> bool:
-        return getattr(self.model, "decoder", None) is not None
+        return not self.undrawn and getattr(self.model, "decoder", None) is not None
 
     @cached_property
     def dim(self) -> int:
@@ -92,7 +97,7 @@ class Reader:
         if not dim:
             notes.append(f"{self.name} has no capsules, so there is no pose to bend and no coupling to show.")
         elif not self.decoder:
-            notes.append(f"{self.name} has no decoder, so nothing can be drawn from its capsules.")
+            notes.append(f"{self.undrawn}.")
         if not labels:
             notes.append(
                 f"The test set of {self.data} is not on this computer; torchcaps data get {self.data} fetches it."
@@ -129,24 +134,20 @@ class Reader:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Class lengths, found classes, and pictures of input, reconstruction, bent capsule and coupling."""
-        still, several = self.picture(request.get("source") or {})
-        picture = moved(
-            still[None],
-            degrees=_number(request, "turn"),
-            right=_number(request, "right"),
-            down=_number(request, "down"),
-        )
+        asked = check(request, len(self.class_names))
+        still, several = self.picture(asked.source)
+        picture = moved(still[None], degrees=asked.turn, right=asked.right, down=asked.down)
         output = self.ask(picture)
         lengths = output.probabilities[0]
         found = self.found(lengths, 2 if several else self.objects)
-        chosen = request.get("capsule")
-        capsule = chosen if isinstance(chosen, int) and 0 <= chosen < len(self.class_names) else found[0]
-        if several and found[-1] == self.samples[1][request["source"]["first"]]:
+        capsule = found[0] if asked.capsule is None else asked.capsule
+        if several and found[-1] == self.samples[1][asked.source["first"]]:
             found.reverse()  # each in the colour in which it was chosen
         answer: dict[str, Any] = {
             "input": grey_or_colour(picture[0]),
             "lengths": [round(float(value), 4) for value in lengths],
             "found": found,
+            "none": bool(lengths.max() < (self.threshold or 0)),
             "capsule": capsule,
             "pose": None,
             "reconstruction": None,
@@ -162,7 +163,7 @@ class Reader:
             drawn = torch.cat([decoded(self.model, poses, k) for k in found])
             answer["reconstruction"] = two_colours(drawn) if len(found) == 2 else grey_or_colour(drawn[0])
             bent = poses.clone()
-            bent[0, row] += self.offsets(request, poses[0, row])
+            bent[0, row] += self.offsets(asked.bend, poses[0, row])
             answer["bent"] = grey_or_colour(decoded(self.model, bent, capsule)[0])
         answer["coupling"] = self.coupling(picture, capsule)
         return answer
@@ -185,8 +186,11 @@ class Reader:
 
         The page projects every later pose itself: (pose - mean) @ axes.
         """
-        still, _ = self.picture(request.get("source") or {})
-        capsule = int(request["capsule"])
+        asked = check(request, len(self.class_names))
+        still, _ = self.picture(asked.source)
+        if asked.capsule is None:
+            raise ValueError("a path is that of one capsule; choose which")
+        capsule = asked.capsule
         zeros = torch.zeros
         turns, shifts = torch.tensor([*TURNS]), torch.tensor([*SHIFTS])
         parts = [len(turns), len(shifts), len(shifts)]
@@ -194,15 +198,17 @@ class Reader:
         right = torch.cat([zeros(len(turns)), shifts, zeros(len(shifts))])
         down = torch.cat([zeros(len(turns) + len(shifts)), shifts])
         images = moved(still[None].expand(len(degrees), -1, -1, -1), degrees=degrees, right=right, down=down)
-        poses = self.ask(images).capsules.poses
-        poses = poses[:, capsule if poses.shape[1] > 1 else 0]
+        capsules = self.ask(images).capsules
+        if capsules is None:
+            raise ValueError(f"{self.name} has no capsules, so no pose goes anywhere")
+        poses = capsules.poses[:, capsule if capsules.poses.shape[1] > 1 else 0]
         mean, axes, shares = principal(poses)
-        ways = ((poses - mean) @ axes).split(parts)
+        ways = ((poses.double() - mean) @ axes).split(parts)
         return {
             "capsule": capsule,
             "mean": mean.tolist(),
             "axes": axes.tolist(),
-            "shares": shares.tolist(),
+            "shares": shares.nan_to_num(0).tolist(),
             "ways": [
                 {"name": name, "steps": list(steps), "points": points.tolist()}
                 for name, steps, points in zip(("turn", "right", "down"), (TURNS, SHIFTS, SHIFTS), ways, strict=True)
@@ -215,7 +221,7 @@ class Reader:
         if kind == "sample":
             return self.sample(source.get("index")), False
         if kind == "overlay":
-            apart = float(source.get("apart", 0)) / 2
+            apart = number(source.get("apart") or 0, "apart", APART) / 2
             both = torch.stack([self.sample(source.get("first")), self.sample(source.get("second"))])
             return moved(both, right=torch.tensor([-apart, apart])).amax(0), True
         if kind not in ("drawing", "upload"):
@@ -230,18 +236,15 @@ class Reader:
 
     def sample(self, index: Any) -> Tensor:
         images, labels = self.samples
-        if not isinstance(index, int) or not 0 <= index < len(labels):
-            raise Unreadable(f"there is no test image {index!r} to choose; there are {len(labels)}")
-        return as_float(images[index][None])[0]
+        return as_float(images[place(index, len(labels), "test image")][None])[0]
 
-    def offsets(self, request: Mapping[str, Any], pose: Tensor) -> Tensor:
+    def offsets(self, bend: Sequence[float], pose: Tensor) -> Tensor:
         """What the sliders, from -1 to 1, add to a pose: up to a quarter of its longest, as in the papers.
 
         Shapes: pose [d] -> [d]
         """
         reach = REACH * scale_of(self.model, pose)[0]
-        values = [max(-1.0, min(1.0, float(value))) for value in (request.get("bend") or [])[: len(pose)]]
-        return reach * torch.tensor([*values, *[0.0] * (len(pose) - len(values))])
+        return reach * torch.tensor([*bend, *[0.0] * len(pose)][: len(pose)])
 
 
 def sixty_digits() -> tuple[Tensor, Tensor]:
@@ -251,22 +254,6 @@ def sixty_digits() -> tuple[Tensor, Tensor]:
     """
     with np.load(SAMPLES, allow_pickle=False) as content:
         return torch.from_numpy(content["images"])[:, None], torch.from_numpy(content["labels"]).long()
-
-
-def principal(poses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, the first two principal directions and their shares of the variance.
-
-    Shapes: poses [n, d] -> [d], [d, 2], [2]
-    """
-    mean = poses.mean(0)
-    _, values, directions = torch.linalg.svd(poses - mean, full_matrices=False)
-    variance = values.square()
-    return mean, directions[:2].T, variance[:2] / variance.sum().clamp(min=1e-12)
-
-
-def _number(request: Mapping[str, Any], name: str) -> float:
-    value = float(request.get(name) or 0)
-    return value if -360 <= value <= 360 else 0.0
 
 
 def _padded(images: Tensor, raw: Image) -> Tensor:

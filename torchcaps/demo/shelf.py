@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from torchcaps import recipes
+from torchcaps.analysis.sample import need_decoder
 from torchcaps.data import Split
 from torchcaps.data.cache import is_cached
 from torchcaps.demo.reader import Reader
@@ -30,12 +32,14 @@ class Shelf:
         self._opened: dict[str, Reader] = {}
         self._closed: dict[str, Callable[[], Reader]] = {}
         for folder in runs:
-            reader = as_reader(open_run(folder, device="cpu"), _short(Path(folder)))
-            count = sum(reader.name == name.split(" (")[0] for name in self._opened)
-            reader.name += f" ({count + 1})" if count else ""
-            self._opened[reader.name] = reader
+            name = _short(Path(folder))
+            count = sum(name == other.split(" (")[0] for other in self._opened)
+            name += f" ({count + 1})" if count else ""
+            self._opened[name] = as_reader(open_run(folder, device="cpu"), name)
         for name in sorted(shipped(), key=lambda name: find_shipped(name).class_names != DIGITS):
-            self._closed[name if name not in self._opened else f"{name} (shipped)"] = partial(open_shipped, name)
+            if name not in {str(run) for run in runs} or Path(name).is_dir():
+                title = name if name not in self._opened else f"{name} (shipped)"
+                self._closed[title] = partial(open_shipped, name, title)
         if not self.names:
             raise ValueError(
                 "there are no trained weights to show; torchcaps quick trains a network in three minutes, and "
@@ -58,22 +62,20 @@ class Shelf:
             if name not in self._opened:
                 if name not in self._closed:
                     raise ValueError(f"there is no network {name!r} here; there are {', '.join(self.names)}")
-                reader = self._closed[name]()
-                reader.name = name
-                self._opened[name] = reader
+                self._opened[name] = self._closed[name]()
             return self._opened[name]
 
 
-def open_shipped(name: str) -> Reader:
+def open_shipped(name: str, title: str = "") -> Reader:
     """Weights that come with the package, as if they were of a run."""
     found = find_shipped(name)
     try:
-        recipe = recipes.from_dict(found.about["result"]["recipe"])
+        recipe, threshold = recipes.from_dict(found.about["result"]["recipe"]), found.about["threshold"]
     except (LookupError, TypeError) as error:
         raise ValueError(f"{found.path} does not say how it was trained: {error}") from None
     model = found.load().requires_grad_(False)
-    run = Opened(found.path, recipe, 0, model, found.image, found.class_names, 0, None, torch.device("cpu"))
-    return as_reader(run, name)
+    run = Opened(found.path, recipe, 0, model, found.image, found.class_names, 0, threshold, torch.device("cpu"))
+    return as_reader(run, title or name)
 
 
 def as_reader(run: Opened, name: str) -> Reader:
@@ -81,20 +83,33 @@ def as_reader(run: Opened, name: str) -> Reader:
     predictor = Predictor(run)
     if predictor.raw[0] not in (1, 3):
         raise ValueError(f"{run.folder} takes images of {predictor.raw[0]} channels, which cannot be drawn or uploaded")
+    name = name or run.recipe.model
     return Reader(
-        name=name or run.recipe.model,
+        name=name,
         model=run.model,
         class_names=run.class_names,
         raw=predictor.raw,
         steps=predictor.steps,
         data=run.recipe.data,
         test=partial(_test, run),
+        threshold=run.threshold,
+        undrawn=_undrawn(run, name),
     )
 
 
 def _short(folder: Path) -> str:
     folder = folder.resolve()
     return folder.parent.name if folder.name.startswith("seed-") else folder.name
+
+
+def _undrawn(run: Opened, name: str) -> str:
+    """Why nothing can be drawn from the capsules of a run, or nothing; the page need not know where its folder is."""
+    try:
+        need_decoder(replace(run, folder=Path(name)))
+    except ValueError as error:
+        sentence = str(error)
+        return sentence if sentence.startswith(name) else sentence[0].upper() + sentence[1:]
+    return ""
 
 
 def _test(run: Opened) -> Split:

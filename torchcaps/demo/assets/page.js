@@ -87,18 +87,20 @@ function show(got, milliseconds) {
   if (answer && answer.capsule !== got.capsule) { way = null; wayKey = ""; }
   answer = got;
   root.dataset.milliseconds = Math.round(milliseconds);
-  const found = got.found.map(nameOf);
-  $("found").textContent = found.join(" + ");
-  $("found").classList.toggle("tc-long", found.join(" + ").length > 6);
-  $("found-text").textContent = (found.length > 1 ? "lengths " : "length ") + got.found.map((k) => got.lengths[k].toFixed(2)).join(", ");
+  const found = got.found.map(nameOf), words = got.none ? "none of these" : found.join(" + ");
+  const lengths = (found.length > 1 ? "lengths " : "length ") + got.found.map((k) => got.lengths[k].toFixed(2)).join(", ");
+  $("found").textContent = words;
+  $("found").classList.toggle("tc-long", words.length > 6);
+  $("found").classList.toggle("tc-none", got.none);
+  $("found-text").textContent = got.none ? "nearest is " + found.join(" + ") + ", " + lengths : lengths;
   fillBars();
   put("seen", got.input);
-  put("drawn", got.reconstruction, state.about.decoder ? "" : "no decoder");
+  put("drawn", got.reconstruction, state.about.decoder ? "" : "no trained decoder");
   put("coupling", got.coupling, "none kept");
-  put("bent", got.bent, state.about.decoder ? "" : "no decoder");
+  put("bent", got.bent, state.about.decoder ? "" : "no trained decoder");
   $("drawn-text").replaceChildren(...(got.found.length === 2
     ? [tinted(found[0], "first"), " and ", tinted(found[1], "second"), ", redrawn"] : ["reconstruction"]));
-  $("coupling-text").textContent = "who votes for " + nameOf(got.capsule);
+  $("coupling-text").textContent = "where the votes for " + nameOf(got.capsule) + " come from";
   $("bend-name").textContent = nameOf(got.capsule);
   $("bent-text").textContent = bend().some((value) => value) ? "bent" : "as it is";
   drawPath();
@@ -115,6 +117,7 @@ function blank() {
   answer = way = null;
   wayKey = "";
   $("found").textContent = "–";
+  $("found").classList.remove("tc-long", "tc-none");
   $("found-text").textContent = "nothing yet";
   for (const id of ["seen", "drawn", "coupling", "bent"]) put(id, null);
   $("bend-name").textContent = "";
@@ -160,8 +163,8 @@ function fillBars() {
     row.children[0].textContent = classes[k];
     row.querySelector("b").style.width = (100 * Math.min(1, lengths[k])).toFixed(1) + "%";
     row.children[2].textContent = answer ? lengths[k].toFixed(2) : "";
-    row.classList.toggle("tc-is-found", !!answer && answer.found.includes(k));
-    row.classList.toggle("tc-is-second", !!answer && answer.found[1] === k);
+    row.classList.toggle("tc-is-found", !!answer && !answer.none && answer.found.includes(k));
+    row.classList.toggle("tc-is-second", !!answer && !answer.none && answer.found[1] === k);
     row.setAttribute("aria-pressed", String(!!answer && answer.capsule === k));
   });
 }
@@ -177,7 +180,7 @@ function makeSliders() {
     label.children[1].addEventListener("dblclick", () => { label.children[1].value = 0; ask(); });
     return label;
   }));
-  if (!shown) $("sliders").textContent = state.about.dim ? "Without a decoder nothing can be redrawn." : "There is no capsule to bend.";
+  if (!shown) $("sliders").textContent = state.about.dim ? "Without a trained decoder nothing can be redrawn." : "There is no capsule to bend.";
   $("straight").disabled = !shown;
 }
 
@@ -348,8 +351,31 @@ function svg(name, attributes, text) {
   return node;
 }
 
+/* Each end's word as near to it as there is room: within the plot, on no other word, and on no other end if that can be. */
+function label(ends, stops) {
+  const boxes = [], parts = [];
+  for (const end of ends) {
+    const half = 3.2 * end.text.length + 2;
+    let best = null;
+    for (let far = 0; far < 12; far++) for (let turn = 0; turn < 16; turn++) {
+      const angle = -Math.PI / 2 + turn * Math.PI / 8;
+      const x = end.x + (half * Math.abs(Math.cos(angle)) ** 0.5 + 5 + 9 * far) * Math.cos(angle), y = end.y + (12 + 9 * far) * Math.sin(angle);
+      if (x < 6 + half || x > 356 - half || y < 8 || y > 190) continue;
+      if (boxes.some((box) => Math.abs(box.x - x) < box.half + half && Math.abs(box.y - y) < 13)) continue;
+      const under = (stop) => Math.abs(stop[0] - x) < half + 3 && Math.abs(stop[1] - y) < 9;
+      const cost = 3 * far + 4 * ends.filter((other) => under([other.x, other.y])).length + stops.filter(under).length + (turn % 4 ? 0.5 : 0);
+      if (!best || cost < best.cost) best = { x, y, half, far, cost };
+    }
+    if (!best) continue;
+    boxes.push(best);
+    if (best.far) parts.push(svg("path", { d: "M" + end.x + " " + end.y + "L" + best.x + " " + best.y, class: "tc-lead tc-way-" + end.name }));
+    parts.push(svg("text", { x: best.x, y: best.y + 3.6, "text-anchor": "middle", class: "tc-word tc-way-" + end.name }, end.text));
+  }
+  return parts;
+}
+
 function drawPath() {
-  const plot = $("path"), parts = [], words = [];
+  const plot = $("path"), parts = [], ends = [];
   plot.replaceChildren();
   if (!way || !answer || !answer.pose) return;
   const stale = way.key !== pathKey(); // of the picture before, until that of this one is there
@@ -370,15 +396,10 @@ function drawPath() {
     for (const [n, p] of each.points.entries()) {
       const [cx, cy] = at(p), end = n === 0 || n === each.points.length - 1;
       parts.push(svg("circle", { cx, cy, r: end ? 3.4 : 1.6, class: "tc-stop tc-way-" + each.name }));
-      if (end) {
-        const text = (each.steps[n] > 0 ? "+" : "−") + Math.abs(each.steps[n]) + WAYS[each.name][1];
-        let [tx, ty] = [+cx, +cy > 24 ? +cy - 7 : +cy + 15];
-        while (words.some((word) => Math.abs(word[0] - tx) < 34 && Math.abs(word[1] - ty) < 11)) ty += ty < 180 ? 11 : -60;
-        words.push([tx, ty]);
-        parts.push(svg("text", { x: tx, y: ty, "text-anchor": "middle", class: "tc-word tc-way-" + each.name }, text));
-      }
+      if (end) ends.push({ name: each.name, x: +cx, y: +cy, text: (each.steps[n] > 0 ? "+" : "−") + Math.abs(each.steps[n]) + WAYS[each.name][1] });
     }
   }
+  parts.push(...label(ends, points.map(at)));
   const [cx, cy] = at(now);
   if (!stale) parts.push(svg("circle", { cx, cy, r: 6.5, class: "tc-now", id: "tc-now" }));
   const share = way.shares.map((x) => Math.round(100 * x) + " %");
