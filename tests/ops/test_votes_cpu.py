@@ -5,8 +5,10 @@ import torch
 
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients
 from torchcaps import ops
-from torchcaps.models.measure import LiveBytes
+from torchcaps.models import create_model
 from torchcaps.ops import Votes, Window, votes_cpu
+from torchcaps.routing.dynamic import dynamic_routing
+from torchcaps.routing.em import em_routing
 
 SIZES = {  # batch, children, weight [g, a, j, e], rows of a pose, neighbours sharing a weight, offset
     "vectors": ((20, 17), (17, 8, 5, 6), 1, False),
@@ -141,16 +143,82 @@ def test_only_the_gradients_asked_for(needed):
     assert [x.grad is not None for x in inputs] == [n == needed for n in range(3)]
 
 
-@pytest.mark.parametrize("batch", [64, 128])
-def test_memory_stays_below_a_quarter_of_the_votes(batch):
-    poses = torch.randn(batch, 64, 16, requires_grad=True)
-    weight = torch.randn(64, 4, 32, 4, requires_grad=True)
-    parents = torch.randn(batch, 32, 16, requires_grad=True)
-    votes = Votes(poses, weight)
-    with LiveBytes(poses.detach(), batch) as live:
-        before = live.now
-        votes_cpu.agreement_step(votes, parents)[0].sum().backward()
-    assert live.peak - before < votes._size() / 4
+@pytest.mark.parametrize("case", [name for name in SIZES if "shared" not in name])
+def test_total(case):
+    make, inputs = linear(case)
+    with ops.backend("torch"):
+        check(lambda *x: votes_cpu.total(make(*x)), lambda *x: make(*x).total(), inputs)
+
+
+def em_poses(votes):
+    betas = torch.zeros(2, votes.parents, dtype=votes.dtype)
+    return em_routing(votes, None, *betas, 3, inverse_temperature=lambda iteration: 0.5).poses
+
+
+ROUTINGS = {"dynamic": lambda votes: dynamic_routing(votes, 3).poses, "em": em_poses}
+
+
+def routed(name, make, within):
+    def run(*inputs):
+        with ops.backend(within):
+            return ROUTINGS[name](make(*inputs))
+
+    return run
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("case", ["vectors", "small poses", "matrices", "shared", "stride 1, contiguous"])
+def test_steps_share_one_gradient_of_the_weights(name, case, monkeypatch):
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    make, inputs = CASES[case]()
+    assert_equal_with_gradients(routed(name, make, "auto"), routed(name, make, "torch"), inputs)
+
+
+def test_every_backward_pass_has_a_gradient_of_its_own(monkeypatch):
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    make, inputs = linear("vectors")
+    poses, weight = (x.requires_grad_() for x in inputs)
+    out = dynamic_routing(make(poses, weight), 3).poses.square().sum()
+    first = torch.autograd.grad(out, [poses, weight], retain_graph=True)
+    (of_poses,) = torch.autograd.grad(out, [poses], retain_graph=True)
+    (of_weight,) = torch.autograd.grad(out, [weight], retain_graph=True)
+    assert torch.equal(first[0], of_poses)
+    assert torch.equal(first[1], of_weight)
+    out.backward(retain_graph=True)
+    out.backward()
+    assert torch.equal(weight.grad, 2 * of_weight)
+
+
+def test_gradients_with_and_without_recording(monkeypatch):
+    """Votes that were first asked without gradients give them all the same when they are wanted."""
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    make, inputs = linear("vectors")
+    votes = make(*(x.requires_grad_() for x in inputs))
+    with torch.no_grad():
+        quiet = dynamic_routing(votes, 2).poses
+    poses = dynamic_routing(votes, 2).poses
+    assert not quiet.requires_grad
+    assert torch.equal(quiet, poses)
+    poses.sum().backward()
+    assert all(x.grad is not None for x in inputs)
+
+
+def test_second_derivatives_are_refused(monkeypatch):
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    make, inputs = linear("vectors")
+    out = dynamic_routing(make(*(x.requires_grad_() for x in inputs)), 3).poses.square().sum()
+    for grad in torch.autograd.grad(out, inputs, create_graph=True):
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward(retain_graph=True)
+
+
+def test_networks_made_channels_last_keep_their_vote_weights():
+    network = create_model("capsnet_mnist", channels=8, types=2).to(memory_format=torch.channels_last)
+    weights = [p for p in network.parameters() if p.dim() == 4]
+    votes = [p for p in weights if p.shape[2] == network.classes]
+    assert votes
+    assert all(p.is_contiguous() for p in votes)
+    assert any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in weights)
 
 
 def test_what_runs_here():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchcaps.layers.linear import Init, check_children, normal_init, vote_weight
+from torchcaps.layers.linear import Init, Voting, check_children, normal_init, vote_weight
 from torchcaps.layers.sizes import out_size
 from torchcaps.ops import Votes, Window
 from torchcaps.types import Capsules, Routing
 
 
-class ConvCaps(nn.Module):
+class ConvCaps(Voting):
     """At each site, every capsule in a k x k window votes for every parent type with its own weight.
 
     Args:

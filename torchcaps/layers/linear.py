@@ -35,6 +35,21 @@ def vote_weight(groups: int, in_dim: int, out_caps: int, out_dim: int, pose: str
     return nn.Parameter(weight)
 
 
+class Voting(nn.Module):
+    """A layer with vote weights, which stay as they lie when a network is made channels-last.
+
+    That order is for images: votes would have to copy weights in it back at each step.
+    """
+
+    weight: nn.Parameter
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        if not self.weight.is_contiguous():
+            self.weight.data = self.weight.data.contiguous()
+        return self
+
+
 def flat_activations(activations: Tensor | None) -> Tensor | None:
     return None if activations is None else activations.flatten(1)
 
@@ -47,7 +62,7 @@ def check_children(poses: Tensor, caps: int, dim: int) -> None:
         raise ValueError(f"the layer is built for {caps} children of {dim}, got {given}")
 
 
-class LinearCaps(nn.Module):
+class LinearCaps(Voting):
     """Every child votes for every parent with W_ij u_i; the votes are routed.
 
     Args:
@@ -84,7 +99,7 @@ class LinearCaps(nn.Module):
         return self.routing(Votes(poses, self.weight), flat_activations(activations), parents)
 
 
-class SharedCaps(nn.Module):
+class SharedCaps(Voting):
     """As `LinearCaps`, but children of one type vote with one weight wherever they are.
 
     Args:

@@ -77,6 +77,7 @@ class Votes:
             self.in_caps = groups
         self.sharing = self.in_caps // groups
         self._stored: Tensor | None = None
+        self._in_cache: dict[bool, Any] = {}  # what the steps on a CPU share, with and without gradients
 
     @classmethod
     def of(cls, votes: Votes | Tensor) -> Votes:
@@ -124,6 +125,13 @@ class Votes:
 
         Shapes: -> [..., j, d]
         """
+        from torchcaps.ops.backend import runs_in_cache
+
+        if coupling is None and runs_in_cache(self):
+            from torchcaps.ops import votes_cpu
+
+            if votes_cpu.sums(self):
+                return votes_cpu.total(self)
         weight = self.weight.to(self.poses.dtype)
         if coupling is not None:
             if self.sharing > 1:

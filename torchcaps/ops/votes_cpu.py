@@ -55,6 +55,16 @@ def agreement_step(
     return mixture.unflatten(0, votes.lead), coupling.unflatten(0, votes.lead)
 
 
+def sums(votes: Votes) -> bool:
+    """Whether `total` is for these too: each child has a weight of its own, and there is nothing else to add."""
+    return votes.window is None and votes.sharing == 1 and votes.offset is None
+
+
+def total(votes: Votes) -> Tensor:
+    """Shapes: -> [..., j, d]"""
+    return _Total.apply(*_parts(votes)).unflatten(0, votes.lead)
+
+
 def mixture(votes: Votes, coupling: Tensor) -> Tensor:
     """Shapes: coupling [..., i, j] -> [..., j, d]"""
     return _Mixture.apply(*_parts(votes), _flat(coupling)).unflatten(0, votes.lead)
@@ -71,11 +81,16 @@ def gaussian_log_density(votes: Votes, mean: Tensor, variance: Tensor) -> Tensor
     return _LogDensity.apply(*_parts(votes), _flat(mean), _flat(variance)).unflatten(0, votes.lead)
 
 
-def _parts(votes: Votes) -> tuple[Tensor, Tensor, int]:
-    """Children, the weight of each, and the rows of a pose. Offsets are weights too, for rows of ones in the poses.
+def _parts(votes: Votes) -> tuple[Tensor, Tensor, int, _Gathered]:
+    """Children, the weight of each, the rows of a pose, and where gradients gather; all steps of a routing share them.
+
+    Offsets are weights too, for rows of ones in the poses.
 
     Shapes: [n, i, p], [i, a, j, e]
     """
+    known = votes._in_cache.get(torch.is_grad_enabled())
+    if known is not None:
+        return known
     children, weight = votes.children().flatten(1, 2), votes.weight
     if votes.sharing > 1:
         weight = weight.repeat_interleave(votes.sharing, 0)
@@ -83,7 +98,10 @@ def _parts(votes: Votes) -> tuple[Tensor, Tensor, int]:
         offset = votes.offset.expand(len(votes.weight), votes.sharing, votes.parents, votes.dim)
         offset = offset.flatten(0, 1).unflatten(2, (votes.rows, -1)).transpose(1, 2)  # [i, m, j, e]
         weight = torch.cat([weight, offset], 1)
-    return children, weight.contiguous(), votes.rows
+    gathered = _Gathered()
+    parts = children, _Gather.apply(weight.contiguous(), gathered), votes.rows, gathered
+    votes._in_cache[torch.is_grad_enabled()] = parts
+    return parts
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -117,6 +135,7 @@ class _Sweep:
         self.windows = -(-self.n // max(1, self.n // WINDOWS))
         self.some = min(self.i, max(1, room // (one * self.windows)))
         self._scratch: dict[str, Tensor] = {}
+        self._shaped: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def over_windows(self) -> Iterator[slice]:
         return _slices(self.n, self.windows)
@@ -127,11 +146,14 @@ class _Sweep:
 
     def empty(self, name: str, *shape: int) -> Tensor:
         """Memory that the next piece uses again, so that it stays in the cache."""
-        size = math.prod(shape)
-        flat = self._scratch.get(name)
-        if flat is None or flat.numel() < size:
-            flat = self._scratch[name] = self.weight.new_empty(size)
-        return flat[:size].view(shape)
+        known = self._shaped.get((name, shape))
+        if known is None:
+            size = math.prod(shape)
+            flat = self._scratch.get(name)
+            if flat is None or flat.numel() < size:
+                flat = self._scratch[name] = self.weight.new_empty(size)
+            known = self._shaped[name, shape] = flat[:size].view(shape)
+        return known
 
     def poses(self, ns: slice) -> Tensor:
         """Shapes: -> [i, a, m, n]"""
@@ -153,23 +175,19 @@ class _Sweep:
     def agree(self, above: Tensor, poses: Tensor, of: slice, out: Tensor) -> Tensor:
         """The product of each vote with its parent, through votes or, where these are larger than poses, without.
 
-        Then W above is made, as large as a pose. It is left in scratch memory.
+        Then W above is made instead: what each pose would have to be.
 
         Shapes: above [j, (e m), n], poses [i, a, m, n] -> [i, j, n]
         """
         if not self.by_parent:
             return torch.sum(self.votes(poses, of).mul_(above), 2, out=out)
         i, a, m, n = poses.shape
-        wanted = self.pulled(above, of, "wanted").view(self.j, i, a, m, n)
-        products = torch.mul(wanted, poses, out=self.empty("weighted", *wanted.shape))
-        torch.sum(products.flatten(2, 3), 2, out=out.transpose(0, 1))
-        return out
-
-    def pulled(self, above: Tensor, of: slice, name: str) -> Tensor:
-        """W above: what each pose would have to be. Shapes: above [j, (e m), n] -> [j, (i a), (m n)]"""
         weight = self.weight[of].flatten(0, 1).transpose(0, 1)  # [j, (i a), e]
-        out = self.empty(name, self.j, weight.shape[1], above.shape[1] // self.e * above.shape[2])
-        return torch.bmm(weight, above.view(self.j, self.e, -1), out=out)
+        wanted = self.empty("votes", self.j, i * a, m * n)
+        torch.bmm(weight, above.view(self.j, self.e, -1), out=wanted)
+        products = wanted.view(self.j, i, a * m, n).mul_(poses.flatten(1, 2))
+        torch.sum(products, 2, out=out.transpose(0, 1))
+        return out
 
     def mix(self, total: Tensor, coupling: Tensor, poses: Tensor, of: slice) -> Tensor:
         """Adds the votes of these children, weighted by their coupling, to the total; gives the weighted poses.
@@ -206,13 +224,50 @@ class _Sweep:
         return torch.div(part, one, out=self.empty("share", *part.shape))
 
 
+class _Gathered:
+    """One gradient of the weights for all steps of a routing, as large as those of one.
+
+    The step whose backward pass is first makes it and gives it to autograd; the rest add to it, before `_Gather`, which
+    waits for all of them, lets it pass.
+    """
+
+    def __init__(self) -> None:
+        self.sum: Tensor | None = None
+        self._pass = -1
+
+    def begin(self, weight: Tensor) -> tuple[Tensor, bool]:
+        """The gradient, and whether nobody has written it yet."""
+        now = torch._C._current_graph_task_id()
+        if self.sum is not None and self._pass == now:
+            return self.sum, False
+        self.sum, self._pass = torch.empty_like(weight), now
+        return self.sum, True
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gathered: _Gathered) -> Tensor:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        ctx.gathered.sum = None
+        return grad, None
+
+
 class _Gradients:
     """Gradients of children and weights, as far as they are asked for, from those of the votes."""
 
-    def __init__(self, sweep: _Sweep, needed: Sequence[bool]):
+    def __init__(self, sweep: _Sweep, needed: Sequence[bool], gathered: _Gathered):
         self.sweep = sweep
         self.children = torch.empty_like(sweep.children, memory_format=torch.contiguous_format) if needed[0] else None
-        self.weight = torch.zeros_like(sweep.weight) if needed[1] else None
+        self.weight: Tensor | None = None
+        self.unwritten = False
+        if needed[1]:
+            self.weight, self.unwritten = gathered.begin(sweep.weight)
+        self.given = self.weight if self.unwritten else None  # to autograd
         self.needed = any(needed[:2])
 
     def add(self, votes: Tensor, poses: Tensor, of: slice) -> None:
@@ -224,7 +279,11 @@ class _Gradients:
             out = sweep.empty("d poses", sweep.i, sweep.own, m * n)[of]
             torch.bmm(sweep.weight[of, : sweep.own].flatten(2), votes, out=out)
         if self.weight is not None:
-            self.weight[of].view(i, a, -1).baddbmm_(poses.flatten(2), votes.mT)
+            weight = self.weight[of].view(i, a, -1)
+            if self.unwritten:
+                torch.bmm(poses.flatten(2), votes.mT, out=weight)
+            else:
+                weight.baddbmm_(poses.flatten(2), votes.mT)
 
     def add_agreement(
         self, share: Tensor, slope: Tensor | None, grad: Tensor, above: Tensor, poses: Tensor, of: slice
@@ -233,29 +292,14 @@ class _Gradients:
 
         Shapes: share and slope [i, j, n], grad and above [j, (e m), n], poses [i, a, m, n]
         """
-        sweep = self.sweep
-        i, a, m, n = poses.shape
-        if not sweep.by_parent:
-            votes = torch.mul(share[:, :, None], grad, out=sweep.empty("votes", i, sweep.j, sweep.e * m, n))
-            self.add(votes if slope is None else votes.addcmul_(slope[:, :, None], above), poses, of)
-            return
-        if self.weight is not None:
-            by_parent = torch.bmm(sweep.weigh(share, poses), grad.view(sweep.j, sweep.e, -1).mT)  # [j, (i a), e]
-            if slope is not None:
-                by_parent.baddbmm_(sweep.weigh(slope, poses), above.view(sweep.j, sweep.e, -1).mT)
-            self.weight[of] += by_parent.transpose(0, 1).unflatten(0, (i, a))
-        if self.children is not None:
-            wanted = sweep.empty("wanted", sweep.j, i, a * m, n).mul_(
-                share.transpose(0, 1)[:, :, None]
-            )  # as agree left it
-            if slope is not None:
-                pulled = sweep.pulled(above, of, "pulled").view(wanted.shape)
-                wanted.addcmul_(slope.transpose(0, 1)[:, :, None], pulled)
-            out = sweep.empty("d poses", sweep.i, sweep.own, m * n)[of]
-            torch.sum(wanted.view(sweep.j, i, a, m * n)[:, :, : sweep.own], 0, out=out)
+        i, _, m, n = poses.shape
+        votes = self.sweep.empty("votes", i, self.sweep.j, self.sweep.e * m, n)
+        torch.mul(share[:, :, None], grad, out=votes)
+        self.add(votes if slope is None else votes.addcmul_(slope[:, :, None], above), poses, of)
 
     def close(self, ns: slice) -> None:
         """Hands over the gradients of these windows' poses, when all children have been seen."""
+        self.unwritten = False
         if self.children is not None:
             sweep, n = self.sweep, ns.stop - ns.start
             grad = sweep.empty("d poses", sweep.i, sweep.own, sweep.rows, n)
@@ -269,6 +313,7 @@ class _Agreement(torch.autograd.Function):
         children: Tensor,
         weight: Tensor,
         rows: int,
+        gathered: _Gathered,
         parents: Tensor,
         logits: Tensor | None,
         prior: Tensor | None,
@@ -299,7 +344,7 @@ class _Agreement(torch.autograd.Function):
             mixture[ns] = sweep.back(total)
         coupling = coupling.permute(2, 0, 1)
         ctx.save_for_backward(children, weight, parents, prior, coupling)
-        ctx.rows, ctx.scale, ctx.constant = rows, scale, constant
+        ctx.rows, ctx.gathered, ctx.scale, ctx.constant = rows, gathered, scale, constant
         ctx.set_materialize_grads(False)
         return mixture, coupling
 
@@ -308,8 +353,8 @@ class _Agreement(torch.autograd.Function):
     def backward(ctx: Any, d_mixture: Tensor | None, d_coupling: Tensor | None) -> tuple[Tensor | None, ...]:
         children, weight, parents, prior, coupling = ctx.saved_tensors
         sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad)
-        needs_parents, needs_logits, needs_prior = ctx.needs_input_grad[3:6]
+        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
+        needs_parents, needs_logits, needs_prior = ctx.needs_input_grad[4:7]
         d_parents = (
             torch.empty_like(parents, memory_format=torch.contiguous_format)
             if needs_parents and not ctx.constant
@@ -343,12 +388,37 @@ class _Agreement(torch.autograd.Function):
             gradients.close(ns)
             if d_parents is not None:
                 d_parents[ns] = sweep.back(total).mul_(ctx.scale)
-        return gradients.children, gradients.weight, None, d_parents, d_logits, d_prior, None, None, None
+        return gradients.children, gradients.given, None, None, d_parents, d_logits, d_prior, None, None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered) -> Tensor:
+        j = weight.shape[2]
+        ctx.save_for_backward(children, weight)
+        ctx.rows, ctx.gathered = rows, gathered
+        sums = _by_row(children, rows) @ weight.flatten(0, 1).flatten(1)  # [(n m), (j e)]
+        return sums.view(len(children), rows, j, -1).transpose(1, 2).flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        children, weight = ctx.saved_tensors
+        wide = weight.flatten(0, 1).flatten(1)  # [(i a), (j e)]
+        grad = _by_row(d_total, ctx.rows)
+        d_children = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_children = (grad @ wide.T).view(len(children), ctx.rows, len(weight), -1).transpose(1, 2).flatten(2)
+        if ctx.needs_input_grad[1]:
+            gathered, unwritten = ctx.gathered.begin(weight)
+            gathered.view(wide.shape).addmm_(_by_row(children, ctx.rows).T, grad, beta=0 if unwritten else 1)
+            d_weight = gathered if unwritten else None
+        return d_children, d_weight, None, None
 
 
 class _Mixture(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, children: Tensor, weight: Tensor, rows: int, coupling: Tensor) -> Tensor:
+    def forward(ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered, coupling: Tensor) -> Tensor:
         sweep = _Sweep(children, weight, rows)
         mixture = weight.new_empty(sweep.n, sweep.j, rows * sweep.e)
         for ns in sweep.over_windows():
@@ -357,7 +427,7 @@ class _Mixture(torch.autograd.Function):
                 sweep.mix(total, sweep.pair(coupling, ns, of), poses, of)
             mixture[ns] = sweep.back(total)
         ctx.save_for_backward(children, weight, coupling)
-        ctx.rows = rows
+        ctx.rows, ctx.gathered = rows, gathered
         return mixture
 
     @staticmethod
@@ -365,8 +435,8 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, d_mixture: Tensor) -> tuple[Tensor | None, ...]:
         children, weight, coupling = ctx.saved_tensors
         sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad)
-        d_coupling = weight.new_empty(sweep.i, sweep.j, sweep.n) if ctx.needs_input_grad[3] else None
+        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
+        d_coupling = weight.new_empty(sweep.i, sweep.j, sweep.n) if ctx.needs_input_grad[4] else None
         for ns in sweep.over_windows():
             grad = sweep.window(d_mixture, ns)
             for of, poses in sweep.over_children(sweep.poses(ns)):
@@ -378,7 +448,7 @@ class _Mixture(torch.autograd.Function):
                     gradients.add_agreement(share, None, grad, grad, poses, of)
             gradients.close(ns)
         d_coupling = None if d_coupling is None else d_coupling.permute(2, 0, 1)
-        return gradients.children, gradients.weight, None, d_coupling
+        return gradients.children, gradients.given, None, None, d_coupling
 
 
 class _Fit(torch.autograd.Function):
@@ -386,7 +456,7 @@ class _Fit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, children: Tensor, weight: Tensor, rows: int, weights: Tensor
+        ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         sweep = _Sweep(children, weight, rows)
         mass = weight.new_empty(sweep.n, sweep.j)
@@ -409,7 +479,7 @@ class _Fit(torch.autograd.Function):
                 spread += votes.mul_(sweep.share(weights, one, ns, of)[:, :, None]).sum(0)
             mean[ns], variance[ns] = sweep.back(center), sweep.back(spread)
         ctx.save_for_backward(children, weight, weights, mass, mean, variance)
-        ctx.rows = rows
+        ctx.rows, ctx.gathered = rows, gathered
         return mass, mean, variance
 
     @staticmethod
@@ -417,8 +487,8 @@ class _Fit(torch.autograd.Function):
     def backward(ctx: Any, d_mass: Tensor, d_mean: Tensor, d_variance: Tensor) -> tuple[Tensor | None, ...]:
         children, weight, weights, mass, mean, variance = ctx.saved_tensors
         sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad)
-        d_weights = weight.new_empty(sweep.i, sweep.j, sweep.n) if ctx.needs_input_grad[3] else None
+        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
+        d_weights = weight.new_empty(sweep.i, sweep.j, sweep.n) if ctx.needs_input_grad[4] else None
         for ns in sweep.over_windows():
             sums = mass[ns].mT  # [j, n]
             one = sums.clamp(min=1e-7)
@@ -442,12 +512,14 @@ class _Fit(torch.autograd.Function):
                     gradients.add(slope, poses, of)
             gradients.close(ns)
         d_weights = None if d_weights is None else d_weights.permute(2, 0, 1)
-        return gradients.children, gradients.weight, None, d_weights
+        return gradients.children, gradients.given, None, None, d_weights
 
 
 class _LogDensity(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, children: Tensor, weight: Tensor, rows: int, mean: Tensor, variance: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered, mean: Tensor, variance: Tensor
+    ) -> Tensor:
         sweep = _Sweep(children, weight, rows)
         density = weight.new_empty(sweep.i, sweep.j, sweep.n)
         for ns in sweep.over_windows():
@@ -458,7 +530,7 @@ class _LogDensity(torch.autograd.Function):
                 votes = sweep.votes(poses, of).sub_(center).square_().mul_(spread)
                 density[of, :, ns] = votes.sum(2).add_(size).mul_(-0.5)
         ctx.save_for_backward(children, weight, mean, variance)
-        ctx.rows = rows
+        ctx.rows, ctx.gathered = rows, gathered
         return density.permute(2, 0, 1)
 
     @staticmethod
@@ -466,7 +538,7 @@ class _LogDensity(torch.autograd.Function):
     def backward(ctx: Any, d_density: Tensor) -> tuple[Tensor | None, ...]:
         children, weight, mean, variance = ctx.saved_tensors
         sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad)
+        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
         d_mean, d_variance = torch.empty_like(mean), torch.empty_like(variance)
         for ns in sweep.over_windows():
             center, sharp = sweep.window(mean, ns), sweep.window(variance, ns).reciprocal_()
@@ -482,7 +554,12 @@ class _LogDensity(torch.autograd.Function):
                     gradients.add(slope.neg_(), poses, of)
             gradients.close(ns)
             d_mean[ns], d_variance[ns] = sweep.back(of_mean), sweep.back(of_variance.mul_(0.5))
-        return gradients.children, gradients.weight, None, d_mean, d_variance
+        return gradients.children, gradients.given, None, None, d_mean, d_variance
+
+
+def _by_row(x: Tensor, rows: int) -> Tensor:
+    """Shapes: x [n, i, (m a)] -> [(n m), (i a)]"""
+    return x.unflatten(2, (rows, -1)).transpose(1, 2).reshape(len(x) * rows, -1)
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:
