@@ -3,21 +3,25 @@
 Prints tables, and writes bench.json and bench.png. Every number is a median. All paths of a table are measured in one
 run, so that they can be compared: "ours" as the library runs by default; "captured", the same step in a CUDA graph;
 "reference", our formulas in plain PyTorch with all votes stored; "compiled", torch.compile of these; and "plain", each
-routing by the textbook with einsum.
+routing by the textbook with einsum. It may be stopped at any time: what is known by then is shown and kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ from benchmarks.measuring import (
     wait_for,
 )
 from benchmarks.plain import plain
+from benchmarks.showing import SHOWN, plot
 from torchcaps.layers import LinearCaps
 from torchcaps.models import create_model, list_models
 from torchcaps.routing import DynamicRouting
@@ -49,11 +54,11 @@ ON_CPU = (
     Case("efficient_capsnet_mnist", 16),
     Case("capsnet_mnist", 32),
     Case("capsnet_mnist", 32, {"classes": 200, "decoder": False}),
-    Case("inverted_cifar10", 16, SIMPLE),
-    Case("inverted_cifar10", 16),
-    Case("em_cifar10", 8, SIMPLE),
-    Case("ar_capsnet_mnist", 32),
-    Case("encapnet6_cifar10", 8),
+    Case("inverted_cifar10", 4, SIMPLE),
+    Case("inverted_cifar10", 4),
+    Case("em_cifar10", 2, SIMPLE),
+    Case("ar_capsnet_mnist", 16),
+    Case("encapnet6_cifar10", 4),
 )
 LARGE = {"image": (3, 227, 227), "classes": 196, "decoder": False}  # 11 x 11 x 32 children, as an issue tracker has it
 ON_CUDA = (
@@ -67,7 +72,15 @@ ON_CUDA = (
     Case("capsnet", 128, LARGE, precision="bf16"),
 )
 QUICK = (Case("efficient_capsnet_mnist", 4), Case("inverted_cifar10", 1, SIMPLE))
-COLD = ("efficient_capsnet_mnist", "capsnet_mnist", "inverted_cifar10", "em_cifar10", "ar_capsnet_mnist")
+QUICK_COLD = ("efficient_capsnet_mnist",)
+COLD = (
+    "efficient_capsnet_mnist",
+    "capsnet_mnist",
+    "inverted_cifar10",
+    "em_cifar10",
+    "ar_capsnet_mnist",
+    "encapnet6_cifar10",
+)
 LI = {  # row of table 1: preset, options, memory in MB at a batch, seconds a batch
     "a dynamic": ("capnet_dynamic_cifar10", {}, 3961, 8, 0.444),
     "b EM": ("capnet_em_cifar10", {}, 10078, 4, 0.957),
@@ -97,12 +110,16 @@ class Bench:
         self.least = 0.0 if self.quick else arguments.least
         self.results: dict[str, Any] = {"machine": machine(self.device)}
         self.out = Path(arguments.out)
-
-    def save(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        self.began = time.monotonic()
+        self.compiling = arguments.compiling
+
+    def save(self, news: str) -> None:
+        """Writes all there is, and says what is new."""
         part = self.out / "bench.json.part"
         part.write_text(json.dumps(self.results, indent=1))
         part.rename(self.out / "bench.json")
+        print(f"{time.monotonic() - self.began:5.0f} s  {news}", file=sys.stderr, flush=True)
 
     def paths(self) -> list[str]:
         chosen = self.arguments.paths.split(",") if self.arguments.paths else PATHS
@@ -121,59 +138,68 @@ class Bench:
     def measure(self, case: Case) -> dict[str, Any]:
         return measure(case, self.device, self.least)
 
-    def apart(self, case: Case, cold: bool = False) -> dict[str, Any]:
-        """Measured in a process of its own with empty caches of kernels, which may take only so long."""
-        limit = self.arguments.limit
+    def apart(self, case: Case) -> dict[str, Any]:
+        """Measured in a process of its own with empty caches of kernels, in what is left of the time for compiling."""
+        limit = min(self.arguments.limit, self.compiling)
+        if limit < 1:
+            return {**case.plain(), "name": case.name, "failed": "no time left for compiling"}
+        began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            job = json.dumps({"case": case.plain(), "least": self.least, "cold": cold, "began": time.time()})
-            command = [sys.executable, "-m", "benchmarks.bench", "--device", str(self.device), "--job", job]
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=limit, env={**os.environ, **caches}
+                    self._job({"case": case.plain(), "least": self.least}),
+                    capture_output=True,
+                    text=True,
+                    timeout=limit,
+                    env={**os.environ, **caches_in(folder)},
                 )
             except subprocess.TimeoutExpired:
-                return {**case.plain(), "name": case.name, "failed": f"over {limit} s"}
+                self.compiling -= limit
+                return {**case.plain(), "name": case.name, "failed": f"over {limit:.0f} s"}
+        self.compiling -= time.monotonic() - began
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
             return {**case.plain(), "name": case.name, "failed": reason[:60]}
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 
+    def cold(self, presets: Sequence[str], batch: int) -> Iterator[dict[str, Any]]:
+        """First steps, each in a process that has done nothing before but import; with empty caches of kernels."""
+        asked = {"cold": list(presets), "batch": batch, "limit": self.arguments.limit, "began": time.time()}
+        with subprocess.Popen(self._job(asked), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            yield from (json.loads(line) for line in process.stdout)
+
+    def _job(self, asked: dict[str, Any]) -> list[str]:
+        return [sys.executable, "-m", "benchmarks.bench", "--device", str(self.device), "--job", json.dumps(asked)]
+
+
+def caches_in(folder: str) -> dict[str, str]:
+    return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+
+
+def in_words(row: dict[str, Any]) -> str:
+    cost = row["failed"] if "failed" in row else f"{row['ms']:.1f} ms, {row['peak_mib']:,.0f} MiB"
+    return f"{row['name']}, {row['batch']}, {row['path']}: {cost}"
+
 
 def measure_ceilings(bench: Bench) -> None:
-    found = bench.results["ceilings"] = ceilings(bench.device, bench.least)
-    table("ceilings", ["what", "reached"], [[name.replace("_", " "), f"{value:.3g}"] for name, value in found.items()])
+    bench.results["ceilings"] = ceilings(bench.device, bench.least)
+    bench.save("ceilings")
 
 
 def measure_steps(bench: Bench) -> None:
-    """Training steps of the presets on every path."""
+    """Training steps of the presets on every path; compiling comes last, since it takes so long."""
     if "ceilings" not in bench.results:
         measure_ceilings(bench)
     rows = bench.results["steps"] = []
-    for case in bench.cases():
-        for path in bench.paths():
-            one = replace(case, path=path)
-            rows.append(bench.apart(one) if path == "compiled" else bench.measure(one))
-            print(".", end="", flush=True, file=sys.stderr)
-        bench.save()
-    print(file=sys.stderr)
-    top = bench.results["ceilings"]
-    lines = []
-    for row in rows:
-        start = [row["name"], row["batch"], row["path"]]
-        if "failed" in row:
-            lines.append([*start, row["failed"]])
-            continue
-        ours = next(r for r in rows if (r["name"], r["batch"]) == (row["name"], row["batch"]))
-        peak = top[{"bf16": "matmul_bf16_tflops", "tf32": "matmul_tf32_tflops"}.get(row["precision"], "matmul_tflops")]
-        against = f"{row['ms'] / ours['ms']:.2f}" if "ms" in ours else ""
-        numbers = [f"{row['ms']:.2f}", f"{row['images_per_second']:,.0f}", f"{row['peak_mib']:,.0f}", against]
-        reached = [f"{row['tflops']:.3g}", f"{row['tflops'] / peak:.1%}"]
-        reached += [f"{row['gbps']:.3g}", f"{row['gbps'] / top['copy_gbps']:.1%}"]
-        lines.append([*start, *numbers, *reached, f"{row['first_step_s']:.1f}"])
-    head = ["training step", "batch", "path", "ms", "images/s", "peak MiB", "x first"]
-    table("steps", [*head, "TFLOP/s", "of peak", "GB/s", "of copy", "first s"], lines)
+    wanted = [replace(case, path=path) for case in bench.cases() for path in bench.paths()]
+    order = [(case.name, case.batch, case.path) for case in wanted]
+    for case in sorted(wanted, key=lambda case: case.path == "compiled"):
+        rows.append(bench.apart(case) if case.path == "compiled" else bench.measure(case))
+        news = in_words(rows[-1])
+        rows.sort(key=lambda row: order.index((row["name"], row["batch"], row["path"])))
+        bench.save(f"{news} ({len(rows)} of {len(wanted)})")
 
 
 def measure_growth(bench: Bench) -> None:
@@ -192,20 +218,15 @@ def measure_growth(bench: Bench) -> None:
         base |= {"batch": 4, "children": 64}
         steps = {"batch": (4, 8), "children": (64, 128), "parents": (16, 32), "iterations": (2, 4)}
     found: dict[str, Any] = {}
-    lines = []
+    bench.results["growth"] = found
+    found["base"] = base
     for path in [path for path in bench.paths() if path in ("ours", "plain")]:
         for axis, sizes in steps.items():
             pairs = [layer_cost(bench, path, **{**base, axis: size}) for size in sizes]
             ms, mib = ([pair[n] for pair in pairs] for n in range(2))
             slopes = slope(list(sizes), ms), slope(list(sizes), [max(x, 2**-10) for x in mib])
             found.setdefault(path, {})[axis] = {"sizes": sizes, "ms": ms, "mib": mib, "slopes": slopes}
-            times, memory = ("  ".join(f"{x:.3g}" for x in row) for row in (ms, mib))
-            shown = "  ".join(map(str, sizes))
-            lines.append([path, axis, shown, times, f"{slopes[0]:.2f}", memory, f"{slopes[1]:.2f}"])
-            print(".", end="", flush=True, file=sys.stderr)
-    print(file=sys.stderr)
-    bench.results["growth"] = {"base": base, **found}
-    table("growth", ["path", "with", "sizes", "ms", "slope", "MiB above the weights", "slope"], lines)
+            bench.save(f"growth with {axis}, {path}: slopes {slopes[0]:.2f} in time, {slopes[1]:.2f} in memory")
 
 
 def layer_cost(
@@ -254,7 +275,8 @@ def measure_inference(bench: Bench) -> None:
             ways["ours"] = partial(last, images.contiguous(memory_format=torch.channels_last))
             if bench.cuda:
                 ways["captured"] = ways["ours"]
-            row = {"preset": preset, "batch": batch}
+            row: dict[str, Any] = {"preset": preset, "batch": batch}
+            rows.append(row)
             for path, work in ways.items():
                 with torch.inference_mode():
                     if path == "captured":
@@ -263,28 +285,19 @@ def measure_inference(bench: Bench) -> None:
                     else:
                         with plain() if path == "plain" else torch.inference_mode():
                             row[path] = 1e3 * median_time(work, bench.device, bench.least)
-            rows.append(row)
-    paths = [path for path in ("ours", "captured", "plain") if path in rows[0]]
-    lines = [[r["preset"], r["batch"], *(f"{r[path]:.3f}" for path in paths)] for r in rows]
-    table("inference", ["latency, ms", "batch", *paths], lines)
+                bench.save(f"inference of {preset}, {batch}, {path}: {row[path]:.3f} ms")
 
 
 def measure_cold(bench: Bench) -> None:
-    """From the start of a process, with empty caches, to the end of the first training step."""
+    """From the start of a process, with empty caches, to the end of the first training step; --presets all for all."""
+    presets: Sequence[str] = QUICK_COLD if bench.quick else COLD
+    if bench.arguments.presets:
+        presets = [case.preset for case in bench.cases()]
     rows = bench.results["cold"] = []
-    presets = ("efficient_capsnet_mnist",) if bench.quick else COLD
-    for preset in [case.preset for case in bench.cases()] if bench.arguments.presets else presets:
-        rows.append(bench.apart(Case(preset, 16 if bench.cuda else 2), cold=True))
-        bench.save()
-    lines = []
-    for row in rows:
-        numbers = (
-            [row["failed"]]
-            if "failed" in row
-            else [f"{row[k]:.1f}" for k in ("imports_s", "build_s", "step_s", "total_s")]
-        )
-        lines.append([row["preset"], *numbers])
-    table("cold", ["cold start, seconds", "imports", "network", "first step", "in all"], lines)
+    for row in bench.cold(presets, 16 if bench.cuda else 2):
+        rows.append(row)
+        news = row["failed"] if "failed" in row else f"{row['total_s']:.1f} s"
+        bench.save(f"cold start of {row['preset']}: {news} ({len(rows)} of {len(presets)})")
 
 
 def measure_papers(bench: Bench) -> None:
@@ -294,31 +307,23 @@ def measure_papers(bench: Bench) -> None:
     found = bench.results["papers"] = {"li": [], "choi": []}
     rows = {row: LI[row] for row in LI if not bench.quick or "same shape" in row}
     for row, (preset, options, memory, batch, seconds) in rows.items():
-        case = Case(preset, batch if small is None else min(small, batch), options, precision=precision)
+        few = batch if small is None else min(bench.arguments.batch or 2, batch)
+        case = Case(preset, few, options, precision=precision)
         got = {**bench.measure(case), "row": row, "printed_mb": memory, "printed_batch": batch, "printed_s": seconds}
         found["li"].append(got)
-    head = ["Li et al. 2018, table 1", "batch", "MB", "s a batch", "printed: batch", "MB", "s a batch"]
-    lines = []
-    for r in found["li"]:
-        got = [r["failed"], ""] if "failed" in r else [f"{r['peak_mib']:,.0f}", f"{r['ms'] / 1e3:.4f}"]
-        lines.append([r["row"], r["batch"], *got, r["printed_batch"], r["printed_mb"], r["printed_s"]])
-    table("papers", head, lines)
+        bench.save(f"Li, {row}: {in_words(got)}")
     for data, (ar, caps, images, printed) in CHOI.items():
         batch = 100 if small is None else small
-        times = [
-            bench.measure(replace(case, batch=batch, path=path, precision=precision))["ms"] * images / batch / 1e3
-            for case, path in ((ar, "ours"), (caps, "ours"), (ar, "plain"), (caps, "plain"))
-        ]
+        times = []
+        for case, path in ((ar, "ours"), (caps, "ours"), (ar, "plain"), (caps, "plain")):
+            got = bench.measure(replace(case, batch=batch, path=path, precision=precision))
+            times.append(got.get("ms", math.nan) * images / batch / 1e3)
+            bench.save(f"Choi, {data}: {in_words(got)}")
         ratios = times[0] / times[1], times[2] / times[3]
         found["choi"].append({"data": data, "batch": batch, "seconds": times, "ratios": ratios, "printed": printed})
+        bench.save(f"Choi, {data}: {ratios[0]:.2f}, plain {ratios[1]:.2f}, printed {printed}")
         if bench.quick:
             break
-    head = ["Choi et al. 2019, epoch time", "AR s", "CapsuleNet s", "ratio", "plain: AR s", "CapsuleNet s", "ratio"]
-    lines = []
-    for r in found["choi"]:
-        s = [f"{x:.1f}" for x in r["seconds"]]
-        lines.append([r["data"], *s[:2], f"{r['ratios'][0]:.2f}", *s[2:], f"{r['ratios'][1]:.2f}", r["printed"]])
-    table("papers", [*head, "printed"], lines)
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
@@ -331,69 +336,43 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def table(section: str, head: list[str], lines: list[list[Any]]) -> None:
-    """The first column to the left, numbers to the right."""
-    rows = [head, *([str(cell) for cell in line] for line in lines)]
-    widths = [max(len(row[n]) for row in rows if n < len(row)) for n in range(len(head))]
-    print(f"\n{section}")
-    for row in rows:
-        cells = [cell.ljust(widths[n]) if n == 0 else cell.rjust(widths[n]) for n, cell in enumerate(row)]
-        print("  ".join(cells).rstrip(), flush=True)
-
-
-def plot(results: dict[str, Any], path: Path) -> bool:
-    """Step times as bars, and how a layer's cost grows, where matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = [row for row in results.get("steps", []) if "ms" in row]
-    growth = {name: axes for name, axes in results.get("growth", {}).items() if name != "base"}
-    if not steps and not growth:
-        return False
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 5), constrained_layout=True)
-    names = list(dict.fromkeys(f"{row['name']}, {row['batch']}" for row in steps))
-    paths = [path for path in PATHS if any(row["path"] == path for row in steps)]
-    for n, which in enumerate(paths):
-        rows = [row for row in steps if row["path"] == which]
-        places = [names.index(f"{row['name']}, {row['batch']}") + 0.8 * n / len(paths) for row in rows]
-        left.barh(places, [row["ms"] for row in rows], 0.8 / len(paths), label=which)
-    left.set(yticks=range(len(names)), yticklabels=names, xscale="log" if steps else "linear", xlabel="ms a step")
-    for which, axes in growth.items():
-        for axis, row in axes.items():
-            sizes = [size / row["sizes"][0] for size in row["sizes"]]
-            style = "-o" if which == "ours" else "--x"
-            for chart, unit, n in ((middle, "ms", 0), (right, "mib", 1)):
-                values = [max(x, 2**-10) for x in row[unit]]
-                chart.loglog(sizes, values, style, label=f"{which}, {axis}: {row['slopes'][n]:.2f}")
-    middle.set(title="time, ms, and its slope", xlabel="times the smallest size")
-    right.set(title="memory, MiB, and its slope", xlabel="times the smallest size")
-    for chart in (left, middle, right):
-        if chart.get_legend_handles_labels()[0]:
-            chart.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
-
-
-def job(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a process of its own measures."""
-    asked = json.loads(arguments.job)
-    case, device = Case(**asked["case"]), torch.device(arguments.device)
-    if not asked["cold"]:
-        return measure(case, device, asked["least"])
+def job(asked: dict[str, Any], device: torch.device) -> None:
+    """What a process of its own measures; a line of JSON for each result."""
+    if "cold" not in asked:
+        print(json.dumps(measure(Case(**asked["case"]), device, asked["least"])), flush=True)
+        return
     imports = time.time() - asked["began"]
+    apart = multiprocessing.get_context("fork")  # which has imported everything and done nothing yet
+    for preset in asked["cold"]:
+        case = Case(preset, asked["batch"])
+        answers, answer = apart.Pipe(duplex=False)
+        with tempfile.TemporaryDirectory() as folder:
+            process = apart.Process(target=first_step, args=(case, device, folder, answer))
+            process.start()
+            answer.close()
+            row: dict[str, Any] = {**case.plain(), "name": case.name}
+            if not answers.poll(asked["limit"]):
+                row["failed"] = f"over {asked['limit']:.0f} s"
+                process.kill()
+            else:
+                try:
+                    build, step = answers.recv()
+                    row |= {"imports_s": imports, "build_s": build, "step_s": step, "total_s": imports + build + step}
+                except EOFError:
+                    row["failed"] = "it was killed"
+            process.join()
+        print(json.dumps(row), flush=True)
+
+
+def first_step(case: Case, device: torch.device, folder: str, answer: Connection) -> None:
+    os.environ.update(caches_in(folder))
+    began = time.perf_counter()
     training = Training(case, device)
-    built = time.time() - asked["began"]
+    built = time.perf_counter()
     with training.on_path():
         training.step()
     wait_for(device)
-    total = time.time() - asked["began"]
-    parts = {"imports_s": imports, "build_s": built - imports, "step_s": total - built, "total_s": total}
-    return {**case.plain(), "name": case.name, **parts}
+    answer.send((built - began, time.perf_counter() - built))
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -406,11 +385,13 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--least", type=float, default=1.0, help="seconds to spend on each number")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds that compiling and a cold start may take")
+    parser.add_argument("--compiling", type=float, default=240.0, help="seconds that all compiling may take together")
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.job:
-        print(json.dumps(job(arguments)))
+        with suppress(KeyboardInterrupt):
+            job(json.loads(arguments.job), torch.device(arguments.device))
         return
     sections = arguments.only.split(",") if arguments.only else list(SECTIONS)
     for unknown in set(sections) - set(SECTIONS):
@@ -419,12 +400,20 @@ def main(given: Sequence[str] | None = None) -> None:
         parser.error(f"there is no path {unknown!r}; there are {', '.join(PATHS)}")
     bench = Bench(arguments)
     print(bench.results["machine"])
-    for section in sections:
-        if section not in bench.results:
-            SECTIONS[section](bench)
-            bench.save()
+    stopped = False
+    try:
+        for section in sections:
+            if section not in bench.results:
+                SECTIONS[section](bench)
+    except KeyboardInterrupt:
+        stopped = True
+    for section, show in SHOWN.items():
+        if bench.results.get(section):
+            show(bench.results)
     written = ["bench.json"] + ["bench.png"] * plot(bench.results, bench.out / "bench.png")
     print(f"\nwritten to {bench.out}: {', '.join(written)}")
+    if stopped:
+        sys.exit("stopped before everything was measured")
 
 
 if __name__ == "__main__":

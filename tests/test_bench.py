@@ -28,6 +28,40 @@ def test_quick(tmp_path, capsys):
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 
+def test_stopped_half_way(tmp_path, capsys, monkeypatch):
+    """What was measured by then is written and shown."""
+    own, rows = bench.measure, []
+
+    def first_alone(case, *rest):
+        if rows:
+            raise KeyboardInterrupt
+        rows.append(own(case, *rest))
+        return rows[0]
+
+    monkeypatch.setattr(bench, "measure", first_alone)
+    with pytest.raises(SystemExit, match="stopped before everything was measured"):
+        bench.main(["--device", "cpu", "--quick", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "bench.json").read_text())["steps"] == rows
+    printed = capsys.readouterr()
+    assert f"{rows[0]['ms']:.2f}" in printed.out
+    assert f"{bench.QUICK[0].name}, {bench.QUICK[0].batch}, ours" in printed.err
+
+
+def test_cold_starts(tmp_path, capsys):
+    bench.main(["--device", "cpu", "--quick", "--only", "cold", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["cold"]
+    assert row["preset"] == bench.QUICK_COLD[0]
+    assert row["total_s"] == pytest.approx(row["imports_s"] + row["build_s"] + row["step_s"])
+    assert "the slowest of 1" in capsys.readouterr().out
+
+
+def test_no_time_left_for_compiling(tmp_path):
+    only = ["--only", "steps", "--paths", "compiled", "--compiling", "0"]
+    bench.main(["--device", "cpu", "--quick", *only, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "bench.json").read_text())["steps"]
+    assert [row["failed"] for row in found] == ["no time left for compiling"] * len(bench.QUICK)
+
+
 def test_unknown_sections_are_named(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--only", "speed"])
