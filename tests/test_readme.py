@@ -101,3 +101,9 @@ def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?<!data )\bmake (\w+)", README + (ROOT / ".ci/run").read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "RESULTS.md"])
+def test_links_lead_to_files(page):
+    for path in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        assert (ROOT / path).exists(), f"{page} names {path}"
