@@ -26,8 +26,9 @@ SHAPE = re.compile(r"^(\w+(?:, \w+)*) = .*# (\[.*?\](?:, \[.*?\])*)", re.MULTILI
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """What a command writes to the current folder goes away with the test."""
+    """What a command writes to the current folder goes away with the test; its pictures are small."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchcaps.figures.style.DPI", 30)
 
 
 @pytest.fixture(scope="module")
