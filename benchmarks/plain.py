@@ -17,9 +17,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from torchcaps.ops import backend
 from torchcaps.ops.votes import Votes
 
-ROUTINGS = ("dynamic", "em", "inverted_attention", "self_attention")
+CALLERS = (  # modules that call these formulas by name
+    "torchcaps.ops.em",
+    *(f"torchcaps.routing.{name}" for name in ("dynamic", "em", "inverted_attention", "self_attention")),
+)
 
 
 def materialise(votes: Votes) -> Tensor:
@@ -90,7 +94,8 @@ def total(votes: Votes, coupling: Tensor | None = None) -> Tensor:
 def plain() -> Iterator[None]:
     """Networks within it route by these formulas."""
     with ExitStack() as stack:
-        for module in (import_module(f"torchcaps.routing.{name}") for name in ROUTINGS):
+        stack.enter_context(backend("torch"))
+        for module in map(import_module, CALLERS):
             for formula in (agreement_step, gaussian_fit, gaussian_log_density):
                 if hasattr(module, formula.__name__):
                     stack.enter_context(patch.object(module, formula.__name__, formula))

@@ -10,6 +10,7 @@ from benchmarks.measuring import Case, slope
 from benchmarks.plain import plain
 from tests.helpers import assert_equal_with_gradients
 from torchcaps.models import create_model
+from torchcaps.ops import Votes, votes_cpu
 
 
 def test_quick(tmp_path, capsys):
@@ -74,7 +75,7 @@ def test_slope():
     assert slope([1, 10], [7, 700]) == pytest.approx(2)
 
 
-@pytest.mark.parametrize(
+NETWORKS = pytest.mark.parametrize(
     ("preset", "options"),
     [
         ("efficient_capsnet_mnist", {"decoder": False}),
@@ -83,6 +84,9 @@ def test_slope():
         ("em_cifar10", {"backbone": "simple", "channels": 16, "types": (2, 2, 2)}),
     ],
 )
+
+
+@NETWORKS
 def test_plain_is_the_same_network(preset, options):
     torch.manual_seed(0)
     network = create_model(preset, **options).double().eval()
@@ -96,6 +100,17 @@ def test_plain_is_the_same_network(preset, options):
             return ours(images, *weights)
 
     assert_equal_with_gradients(ours, textbook, [torch.rand(2, *network.image), *(w.detach() for w in weights)])
+
+
+@NETWORKS
+def test_plain_is_nothing_of_ours(preset, options, monkeypatch):
+    """Neither the pieces in the cache, were they ever so small, nor the reference makes its votes."""
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    for place, name in ((Votes, "sweep"), (votes_cpu, "_parts")):
+        monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("these votes are ours"))
+    network = create_model(preset, **options)
+    with plain():
+        network(torch.rand(2, *network.image)).scores.sum().backward()
 
 
 def test_names_tell_cases_apart():

@@ -1,22 +1,13 @@
-"""Adam as a kernel against torch's in float64.
-
-Opt-in: `TRITON_INTERPRET=1 pytest tests/test_adam_triton.py` on a CPU, or as it is where there is a GPU.
-"""
-
-import os
+"""Adam as a kernel against torch's in float64."""
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Adam
 
-pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
+from tests.fused.kernels import CUDA, DEVICE, OPT_IN
+
+pytestmark = OPT_IN
 
 
 def weights_of(dtype):

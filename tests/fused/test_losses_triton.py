@@ -1,59 +1,20 @@
-"""Losses as kernels against plain PyTorch in float64.
-
-Opt-in: `TRITON_INTERPRET=1 pytest tests/test_losses_triton.py` on a CPU, or as it is where there is a GPU.
-"""
+"""Losses as kernels against plain PyTorch in float64."""
 
 import math
-import os
 
 import pytest
 import torch
 
+from tests.fused.kernels import DEVICE, DTYPES, OPT_IN, fused, on
 from tests.helpers import assert_as_accurate
 from torchcaps import losses
 from torchcaps.ops import backend
 
-pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # which the interpreter cuts off, not rounds
+pytestmark = OPT_IN
 LABELS = {
     "one": [0, 2, 6, 6, 1],
     "several": [[0, 2], [3, -1], [-1, -1], [5, 5], [6, 0]],
 }
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch):
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-
-        def poisoned(*args, make=make, **options):
-            x = make(*args, **options)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
-
-        monkeypatch.setattr(torch, name, poisoned)
-
-
-def on(name, function):
-    def run(*inputs):
-        with backend(name):
-            return function(*inputs)
-
-    return run
-
-
-def fused(function, monkeypatch):
-    def run(*inputs):
-        with monkeypatch.context() as patch, backend("triton"):
-            patch.setattr(losses, "widen", None)
-            return function(*inputs)
-
-    return run
 
 
 def labels_of(kind):
@@ -72,7 +33,7 @@ def test_margin(kind, weighted, scale, dtype, monkeypatch):
         given = None if weights is None else weights.to(lengths.dtype)
         return losses.margin_loss(lengths, labels, scale=scale, class_weights=given)
 
-    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [lengths], dtype)
+    assert_as_accurate(fused(function, losses, monkeypatch), on("torch", function), [lengths], dtype)
 
 
 def test_margin_of_many(monkeypatch):
@@ -82,7 +43,7 @@ def test_margin_of_many(monkeypatch):
     def function(lengths):
         return losses.margin_loss(lengths, labels)
 
-    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [lengths], torch.float32)
+    assert_as_accurate(fused(function, losses, monkeypatch), on("torch", function), [lengths], torch.float32)
 
 
 def test_what_is_not_finite_is_not_lost():
@@ -107,7 +68,7 @@ def test_reconstruction(kind, own, masked, reduction, dtype, monkeypatch):
         given = labels if masked else None
         return losses.reconstruction_loss(pictures, target.to(pictures.dtype), reduction=reduction, labels=given)
 
-    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [pictures], dtype)
+    assert_as_accurate(fused(function, losses, monkeypatch), on("torch", function), [pictures], dtype)
 
 
 def test_a_picture_without_label_may_be_anything():

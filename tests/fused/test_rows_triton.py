@@ -1,25 +1,15 @@
-"""Kernels over short rows against plain PyTorch in float64: outputs and every gradient, on odd sizes and layouts.
-
-Opt-in: `TRITON_INTERPRET=1 pytest tests/test_rows_triton.py` on a CPU, or as it is where there is a GPU.
-"""
-
-import os
+"""Kernels over short rows against plain PyTorch in float64: outputs and every gradient, on odd sizes and layouts."""
 
 import pytest
 import torch
 
+from tests.fused.kernels import DEVICE, DTYPES, OPT_IN, fused, on
 from tests.helpers import assert_as_accurate
 from torchcaps import functional
 from torchcaps.functional import layer_norm, length, squash, squash_exp
 from torchcaps.ops import backend
 
-pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = OPT_IN
 SHAPES = {
     "few": (3, 8),
     "one number": (5, 1),
@@ -28,39 +18,7 @@ SHAPES = {
     "many rows": (3, 700, 16),
     "long": (4, 128),
 }
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA  # which the interpreter cuts off, not rounds
 FUNCTIONS = {"squash": squash, "squash_exp": squash_exp, "length": length}
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch):
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-
-        def poisoned(*args, make=make, **options):
-            x = make(*args, **options)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
-
-        monkeypatch.setattr(torch, name, poisoned)
-
-
-def on(name, function):
-    def run(*inputs):
-        with backend(name):
-            return function(*inputs)
-
-    return run
-
-
-def fused(function, monkeypatch):
-    """The function on Triton, which must not fall back."""
-
-    def run(*inputs):
-        with monkeypatch.context() as patch, backend("triton"):
-            patch.setattr(functional, "widen", None)
-            return function(*inputs)
-
-    return run
 
 
 def drawn(shape):
@@ -84,7 +42,7 @@ def test_layer_norm(shape, dtype, monkeypatch):
         pytest.skip("nothing is left of one number")
     x = drawn(SHAPES[shape]) + 3
     inputs = [x, *drawn((2, x.shape[-1]))]
-    assert_as_accurate(fused(normed, monkeypatch), on("torch", normed), inputs, dtype)
+    assert_as_accurate(fused(normed, functional, monkeypatch), on("torch", normed), inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,7 +50,7 @@ def test_layer_norm(shape, dtype, monkeypatch):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_squashes(name, shape, dtype, monkeypatch):
     function = FUNCTIONS[name]
-    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [drawn(SHAPES[shape])], dtype)
+    assert_as_accurate(fused(function, functional, monkeypatch), on("torch", function), [drawn(SHAPES[shape])], dtype)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-3, 0.1, 0.999, 1.001, 3.0, 30.0])
@@ -101,7 +59,7 @@ def test_any_length(name, size, monkeypatch):
     function = FUNCTIONS[name]
     x = drawn((9, 8))
     x = size * x / x.norm(dim=-1, keepdim=True)
-    assert_as_accurate(fused(function, monkeypatch), on("torch", function), [x], torch.float32)
+    assert_as_accurate(fused(function, functional, monkeypatch), on("torch", function), [x], torch.float32)
 
 
 def test_layer_norm_of_float32_in_bfloat16(monkeypatch):
@@ -145,7 +103,7 @@ def test_layer_norm_in_channels_last(monkeypatch):
     x = channels_last((2, 3, 4, 5, 16)).requires_grad_()
     inputs = [x, drawn(16).requires_grad_(), drawn(16).requires_grad_()]
     projection = drawn(x.shape)
-    ours = torch.autograd.grad(fused(normed, monkeypatch)(*inputs), inputs, projection)
+    ours = torch.autograd.grad(fused(normed, functional, monkeypatch)(*inputs), inputs, projection)
     theirs = torch.autograd.grad(on("torch", normed)(*inputs), inputs, projection)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -171,4 +129,4 @@ def test_many_programs_share_the_rows(monkeypatch):
 
     monkeypatch.setattr(rows_triton, "PROGRAMS", 3)
     inputs = [drawn((700, 16)), *drawn((2, 16))]
-    assert_as_accurate(fused(normed, monkeypatch), on("torch", normed), inputs, torch.float32)
+    assert_as_accurate(fused(normed, functional, monkeypatch), on("torch", normed), inputs, torch.float32)
