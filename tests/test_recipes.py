@@ -417,6 +417,7 @@ def test_a_recipe_is_frozen_and_its_lists_are_tuples():
         ({"model_args.decoder": "true"}, "model_args", {"decoder": True}),
         ({"model_args.form": "official"}, "model_args", {"decoder": False, "form": "official"}),
         ({"model_args.image": "[1, 32, 32]"}, "model_args", {"decoder": False, "image": (1, 32, 32)}),
+        ({"schedule_args.milestones": "25,41"}, "schedule_args", {"milestones": (25, 41)}),
         ({"note": "12"}, "note", "12"),
         ({"lr": 0.5}, "lr", 0.5),
     ],

@@ -136,7 +136,7 @@ def test_an_ensemble_is_the_sum_of_lengths_and_names_its_members(capsys, monkeyp
     line = read(LEDGER)[-1]
     assert (line.members, line.test_reads, line.test) == (("two/seed-0", "two/seed-1"), 1, found["figures"])
     assert line.chosen_from is None
-    (again,) = asked(capsys, A, "--ensemble", B)
+    (again,) = asked(capsys, A, B, "--ensemble")
     assert (again["stored"], again["figures"]) == (True, found["figures"])
     assert len(read(LEDGER)) == 3
     assert "test set has been read twice" in told(capsys, A)

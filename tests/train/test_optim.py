@@ -55,6 +55,8 @@ def test_cosine_rises_then_falls_to_its_floor():
         ({"schedule": "exponential"}, "needs 'decay'"),
         ({"schedule": "constant", "schedule_args": {"decay": 0.9}}, "has no 'decay'; it takes nothing"),
         ({"schedule": "steps", "schedule_args": {"milestones": (1,), "floor": 0.1}}, "milestones, factor"),
+        ({"schedule": "steps", "schedule_args": {"milestones": "25"}}, "a list of them, got milestones = '25'"),
+        ({"schedule": "cosine", "schedule_args": {"warmup": "two"}}, "takes numbers, .* got warmup = 'two'"),
     ],
 )
 def test_a_schedule_says_what_it_takes(changes, sentence):

@@ -16,7 +16,7 @@ def evaluate_runs(
     protocol: str = "",
     crops: int | None = None,
     epoch: int | None = None,
-    ensemble: tuple[str, ...] = (),
+    ensemble: tuple[str, ...] | None = None,
     members: int | None = None,
     images: int | None = None,
     device: str = "auto",
@@ -32,7 +32,7 @@ def evaluate_runs(
         protocol: another paper's treatment of the images than the recipe's, such as sabour2017.
         crops: sum the lengths over so many crops of each image, where the protocol has them.
         epoch: the weights of this epoch, if --keep-epochs kept it.
-        ensemble: these runs and the ones before, together, by summed lengths.
+        ensemble: these runs and the ones before, together, by summed lengths; alone, it takes all that are named.
         members: choose so many of them for the ensemble, on the validation set.
         images: look at so many images of the test set only.
         device: auto, cpu, cuda, cuda:N or mps.
@@ -41,19 +41,19 @@ def evaluate_runs(
     """
     from torchcaps.commands.looks import Ask, as_json, check, single, together, told
 
-    folders = [Path(each) for each in (*runs, *ensemble)]
+    folders = [Path(each) for each in (*runs, *(ensemble or ()))]
     if not folders:
         raise ValueError("name at least one run folder, such as runs/quick-digits/seed-0")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a run is named twice")
-    if members is not None and not ensemble:
+    if members is not None and ensemble is None:
         raise ValueError("--members goes with --ensemble, which names the runs to choose from")
-    if ensemble and (epoch is not None or split == "validation"):
+    if ensemble is not None and (epoch is not None or split == "validation"):
         raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
     ask = Ask(split, protocol, crops, epoch, images, device, results)
     for folder in folders:
         check(folder, ask)
-    found = [together(folders, members, ask)] if ensemble else [single(folder, ask) for folder in folders]
+    found = [together(folders, members, ask)] if ensemble is not None else [single(folder, ask) for folder in folders]
     if json:
         print(as_json(found))
     else:

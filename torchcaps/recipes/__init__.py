@@ -263,12 +263,16 @@ def _read(name: str, kind: str, text: str) -> Any:
             raise ValueError(f'{name} must be names with values such as {{"iterations": 3}}, got {text!r}')
         return value
     if kind.startswith("tuple"):
-        return tuple(_read_any(part.strip()) for part in text.strip("()[] ").split(",") if part.strip())
+        return _read_list(text)
     return text if kind.startswith("str") else _read_any(text)
 
 
+def _read_list(text: str) -> tuple[Any, ...]:
+    return tuple(_read_any(part.strip()) for part in text.strip("()[] ").split(",") if part.strip())
+
+
 def _read_any(text: str) -> Any:
-    """JSON where it is, else a Python constant, else the word itself."""
+    """JSON where it is, else a Python constant, else a list with commas, else the word itself."""
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
         return constants[text.lower()]
@@ -276,6 +280,8 @@ def _read_any(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         pass
+    if "," in text:
+        return _read_list(text)
     try:
         return float(text)
     except ValueError:

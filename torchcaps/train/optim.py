@@ -104,7 +104,13 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
     """Of the update that `step` others came before. Keras's `decay` divides whatever the schedule says."""
     schedule = _known("schedule", recipe.schedule, SCHEDULES)
     _check_words(f"the schedule {recipe.schedule}", schedule, recipe.schedule_args)
-    lr = schedule(recipe.lr, step, steps_per_epoch, recipe.epochs, **recipe.schedule_args)
+    try:
+        lr = schedule(recipe.lr, step, steps_per_epoch, recipe.epochs, **recipe.schedule_args)
+    except TypeError:
+        told = ", ".join(f"{name} = {value!r}" for name, value in recipe.schedule_args.items())
+        raise ValueError(
+            f"the schedule {recipe.schedule} takes numbers, and milestones as a list of them, got {told}"
+        ) from None
     return lr / (1 + recipe.optimizer_args.get("decay", 0.0) * step)
 
 
