@@ -144,7 +144,7 @@ def _measure(case: Case, device: torch.device, least: float) -> dict[str, Any]:
         work: Callable[[], Any] = training.step
         if case.path == "captured":
             work = graph_of(training.step)
-        seconds = median_time(work, device, least)
+        seconds = median_time(work, device, least, warm=case.path != "captured")
     flops = 3 * case.batch * operations(case.preset, **case.options)
     moved = bytes_moved(training)
     return {
@@ -244,26 +244,27 @@ def own_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def median_time(work: Callable[[], Any], device: torch.device, least: float = 1.0) -> float:
-    """Seconds of one call, the median over as many as take `least` seconds, at least 3 after one that is not counted.
+def median_time(work: Callable[[], Any], device: torch.device, least: float = 1.0, warm: bool = False) -> float:
+    """Seconds of one call, the median over as many as take `least` seconds, and at least 3.
 
-    Calls quicker than a millisecond are timed ten at once.
+    One that is not counted comes first, unless the work is warm and long. Calls quicker than a millisecond are timed
+    ten at once.
     """
-    times: list[float] = []
-    began = time.perf_counter()
-    work()
-    wait_for(device)
-    if time.perf_counter() - began < least:  # the first may have had to warm up
-        began = time.perf_counter()
-        work()
-        wait_for(device)
-    calls = 10 if time.perf_counter() - began < 1e-3 else 1
-    while len(times) < 3 or (sum(times) * calls < least and len(times) < 200):
+
+    def once(calls: int = 1) -> float:
         began = time.perf_counter()
         for _ in range(calls):
             work()
         wait_for(device)
-        times.append((time.perf_counter() - began) / calls)
+        return (time.perf_counter() - began) / calls
+
+    first = once()
+    times = [first] if warm and first >= least else []
+    if not warm and first < least:  # it may have had to warm up
+        first = once()
+    calls = 10 if first < 1e-3 else 1
+    while len(times) < 3 or (sum(times) * calls < least and len(times) < 200):
+        times.append(once(calls))
     return sorted(times)[len(times) // 2]
 
 

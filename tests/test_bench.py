@@ -10,14 +10,15 @@ from benchmarks.measuring import Case, slope
 from benchmarks.plain import plain
 from tests.helpers import assert_equal_with_gradients
 from torchcaps.models import create_model
-from torchcaps.ops import Votes, votes_cpu
+from torchcaps.ops import Votes, agreement_cpu, em_cpu, votes_cpu
 
 
 def test_quick(tmp_path, capsys):
     bench.main(["--device", "cpu", "--quick", "--only", "steps,growth,inference", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert set(found) == {"machine", "ceilings", "steps", "growth", "inference"}
+    assert set(found) == {"machine", "took_s", "ceilings", "steps", "growth", "inference"}
+    assert set(found["took_s"]) == {"steps", "growth", "inference"}
     rows = [(row["name"], row["path"]) for row in found["steps"]]
     assert rows == [(case.name, path) for case in bench.QUICK for path in ("ours", "reference", "plain")]
     for row in found["steps"]:
@@ -106,7 +107,7 @@ def test_plain_is_the_same_network(preset, options):
 def test_plain_is_nothing_of_ours(preset, options, monkeypatch):
     """Neither the pieces in the cache, were they ever so small, nor the reference makes its votes."""
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
-    for place, name in ((Votes, "sweep"), (votes_cpu, "_parts")):
+    for place, name in ((Votes, "sweep"), (agreement_cpu, "parts"), (em_cpu, "parts")):
         monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("these votes are ours"))
     network = create_model(preset, **options)
     with plain():

@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 @pytest.fixture(autouse=True)
 def small_cache(monkeypatch):
     """Pieces are as large as the cache, which on some machines would hold all of these votes."""
-    monkeypatch.setattr(votes_cpu, "_cache_size", lambda: 2**18 // torch.get_num_threads())
+    monkeypatch.setattr(votes_cpu, "_cache_size", lambda: 2**17 // torch.get_num_threads())
 
 
 def held(work, device):

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchcaps.ops import votes_cpu
+from torchcaps.ops import agreement_cpu
 from torchcaps.ops.backend import runs_fused, runs_in_cache
 from torchcaps.ops.votes import Votes, mix
 
@@ -51,7 +51,7 @@ def agreement_step(
 
         return fused_agreement_step(votes, parents, logits, prior, Options(scale, leak, constant)), None
     if runs_in_cache(votes):
-        return votes_cpu.agreement_step(
+        return agreement_cpu.agreement_step(
             votes, parents, scale=scale, logits=logits, prior=prior, leak=leak, constant=constant
         )
     pairs = [x for x in (logits, prior) if x is not None]

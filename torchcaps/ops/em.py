@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchcaps.ops import votes_cpu
+from torchcaps.ops import em_cpu
 from torchcaps.ops.backend import runs_fused, runs_in_cache
 from torchcaps.ops.votes import Votes, mix
 
@@ -57,7 +57,7 @@ def gaussian_fit(votes: Votes | Tensor, weights: Tensor) -> tuple[Tensor, Tensor
 
         return fused_fit(votes, weights)
     if runs_in_cache(votes):
-        return votes_cpu.gaussian_fit(votes, weights)
+        return em_cpu.gaussian_fit(votes, weights)
     mass = weights.sum(-2)
     share = weights / mass.clamp(min=1e-7)[..., None, :]
     mean = votes.mixture(share)
@@ -69,7 +69,7 @@ def gaussian_log_density(votes: Votes | Tensor, mean: Tensor, variance: Tensor) 
     """Shapes: votes [..., i, j, d], mean and variance [..., j, d] -> [..., i, j]"""
     votes = Votes.of(votes)
     if runs_in_cache(votes):
-        return votes_cpu.gaussian_log_density(votes, mean, variance)
+        return em_cpu.gaussian_log_density(votes, mean, variance)
     _, density = votes.sweep(_log_density, windows=[mean, variance], recompute=True)
     return density
 

@@ -128,10 +128,10 @@ class Votes:
         from torchcaps.ops.backend import runs_in_cache
 
         if coupling is None and runs_in_cache(self):
-            from torchcaps.ops import votes_cpu
+            from torchcaps.ops import agreement_cpu
 
-            if votes_cpu.sums(self):
-                return votes_cpu.total(self)
+            if agreement_cpu.sums(self):
+                return agreement_cpu.total(self)
         weight = self.weight.to(self.poses.dtype)
         if coupling is not None:
             if self.sharing > 1:
@@ -171,9 +171,9 @@ class Votes:
         from torchcaps.ops.backend import runs_in_cache
 
         if runs_in_cache(self):
-            from torchcaps.ops import votes_cpu
+            from torchcaps.ops import agreement_cpu
 
-            return votes_cpu.mixture(self, coupling)
+            return agreement_cpu.mixture(self, coupling)
         from torchcaps.ops.backend import runs_fused
 
         if runs_fused(self):

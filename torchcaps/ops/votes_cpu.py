@@ -1,11 +1,11 @@
-"""Routing on a CPU in pieces that stay in its cache: votes are made, used and dropped, forward and backward.
+"""Votes on a CPU in pieces that stay in its cache: made, used and dropped, forward and backward.
 
-A piece is some windows n of some children i. Votes lie as [i, j, (e m), n]: the windows are innermost, so that making
-them, the agreement, the sums and every gradient is either one batched matrix product or one pass over contiguous
-numbers. What is summed over the children never needs votes: the mixture is W (coupling x pose), a product with
-i x a terms in each sum. Nor does the agreement where poses are smaller than votes: it is pose . (W parent).
-
-The functions here are those of `agreement.py`, `em.py` and `Votes.mixture`, with the same arguments and results.
+A piece is some windows n of some groups g of children. Neighbours s that share a weight
+count as windows: a column x = (n s) is a child of a group in a window. Votes lie as [g, j, (e m), x], with the columns
+innermost, so that making them, the agreement, the sums and every gradient is either one batched matrix product or one
+pass over contiguous numbers. What is summed over the children never needs votes: the mixture is W (coupling x pose), a
+product with g x a terms in each sum. Nor does the agreement where poses are smaller than votes: it is
+pose . (W parent).
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from torchcaps.ops.votes import Votes
 
-WINDOWS = 128  # in a piece, where there are so many
+WINDOWS = 128  # columns of a piece, where there are so many
 LEAST = 2**20  # bytes of votes below which there is nothing to gain
 
 
@@ -40,191 +39,35 @@ def fits(votes: Votes) -> bool:
     )
 
 
-def agreement_step(
-    votes: Votes,
-    parents: Tensor,
-    *,
-    scale: float = 1.0,
-    logits: Tensor | None = None,
-    prior: Tensor | None = None,
-    leak: bool = False,
-    constant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Shapes: parents [..., j, d], logits and prior [i, j] -> mixture [..., j, d], coupling [..., i, j]"""
-    mixture, coupling = _Agreement.apply(*_parts(votes), _flat(parents), logits, prior, scale, leak, constant)
-    return mixture.unflatten(0, votes.lead), coupling.unflatten(0, votes.lead)
+class Parts(NamedTuple):
+    """What votes are made of. Shapes: children [n, g, s, p], weight [g, a, j, e]"""
+
+    children: Tensor
+    weight: Tensor
+    rows: int
+    gathered: Gathered
 
 
-def sums(votes: Votes) -> bool:
-    """Whether `total` is for these too: each child has a weight of its own, and there is nothing else to add."""
-    return votes.window is None and votes.sharing == 1 and votes.offset is None
-
-
-def total(votes: Votes) -> Tensor:
-    """Shapes: -> [..., j, d]"""
-    return _Total.apply(*_parts(votes)).unflatten(0, votes.lead)
-
-
-def mixture(votes: Votes, coupling: Tensor) -> Tensor:
-    """Shapes: coupling [..., i, j] -> [..., j, d]"""
-    return _Mixture.apply(*_parts(votes), _flat(coupling)).unflatten(0, votes.lead)
-
-
-def gaussian_fit(votes: Votes, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes: weights [..., i, j] -> mass [..., j], mean [..., j, d], variance [..., j, d]"""
-    mass, mean, variance = _Fit.apply(*_parts(votes), _flat(weights))
-    return mass.unflatten(0, votes.lead), mean.unflatten(0, votes.lead), variance.unflatten(0, votes.lead)
-
-
-def gaussian_log_density(votes: Votes, mean: Tensor, variance: Tensor) -> Tensor:
-    """Shapes: mean and variance [..., j, d] -> [..., i, j]"""
-    return _LogDensity.apply(*_parts(votes), _flat(mean), _flat(variance)).unflatten(0, votes.lead)
-
-
-def _parts(votes: Votes) -> tuple[Tensor, Tensor, int, _Gathered]:
-    """Children, the weight of each, the rows of a pose, and where gradients gather; all steps of a routing share them.
-
-    Offsets are weights too, for rows of ones in the poses.
-
-    Shapes: [n, i, p], [i, a, j, e]
-    """
-    known = votes._in_cache.get(torch.is_grad_enabled())
+def parts(votes: Votes) -> Parts:
+    """All steps of a routing share them. Offsets are weights too, for rows of ones in the poses."""
+    known: Parts | None = votes._in_cache.get(torch.is_grad_enabled())
     if known is not None:
         return known
-    children, weight = votes.children().flatten(1, 2), votes.weight
-    if votes.sharing > 1:
-        weight = weight.repeat_interleave(votes.sharing, 0)
-    if votes.offset is not None:
-        offset = votes.offset.expand(len(votes.weight), votes.sharing, votes.parents, votes.dim)
-        offset = offset.flatten(0, 1).unflatten(2, (votes.rows, -1)).transpose(1, 2)  # [i, m, j, e]
+    children, weight, offset = votes.children(), votes.weight, votes.offset
+    if offset is not None:
+        neighbours = offset.shape[1]
+        if neighbours > 1:  # each has an offset of its own, so each has a weight of its own
+            children, weight = children.flatten(1, 2)[:, :, None], weight.repeat_interleave(neighbours, 0)
+        offset = offset.expand(len(votes.weight), neighbours, votes.parents, votes.dim)
+        offset = offset.flatten(0, 1).unflatten(2, (votes.rows, -1)).transpose(1, 2)  # [g, m, j, e]
         weight = torch.cat([weight, offset], 1)
-    gathered = _Gathered()
-    parts = children, _Gather.apply(weight.contiguous(), gathered), votes.rows, gathered
-    votes._in_cache[torch.is_grad_enabled()] = parts
-    return parts
+    gathered = Gathered()
+    known = Parts(children, _Gather.apply(weight.contiguous(), gathered), votes.rows, gathered)
+    votes._in_cache[torch.is_grad_enabled()] = known
+    return known
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(0, -3)
-
-
-@cache
-def _cache_size() -> int:
-    """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
-    try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
-        return int(text.removesuffix("K")) * 2**10
-    except (OSError, ValueError):
-        return 2**20
-
-
-class _Sweep:
-    """The pieces of a sweep over all votes, and the memory they share.
-
-    Shapes: children [n, i, p], weight [i, a, j, e]
-    """
-
-    def __init__(self, children: Tensor, weight: Tensor, rows: int):
-        self.children, self.weight, self.rows = children, weight, rows
-        self.n, self.i, pose = children.shape
-        _, self.a, self.j, self.e = weight.shape
-        self.own = pose // rows  # of the a rows of a weight; what is left are offsets
-        self.by_parent = self.a < self.e
-        room = _cache_size() * torch.get_num_threads()
-        one = max(self.e, self.a) * rows * self.j * weight.itemsize  # of a vote for each parent, or of a pose
-        self.windows = -(-self.n // max(1, self.n // WINDOWS))
-        self.some = min(self.i, max(1, room // (one * self.windows)))
-        self._scratch: dict[str, Tensor] = {}
-        self._shaped: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-
-    def over_windows(self) -> Iterator[slice]:
-        return _slices(self.n, self.windows)
-
-    def over_children(self, poses: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Shapes: poses [i, a, m, n]"""
-        return ((of, poses[of]) for of in _slices(self.i, self.some))
-
-    def empty(self, name: str, *shape: int) -> Tensor:
-        """Memory that the next piece uses again, so that it stays in the cache."""
-        known = self._shaped.get((name, shape))
-        if known is None:
-            size = math.prod(shape)
-            flat = self._scratch.get(name)
-            if flat is None or flat.numel() < size:
-                flat = self._scratch[name] = self.weight.new_empty(size)
-            known = self._shaped[name, shape] = flat[:size].view(shape)
-        return known
-
-    def poses(self, ns: slice) -> Tensor:
-        """Shapes: -> [i, a, m, n]"""
-        part = self.children[ns].unflatten(2, (self.rows, -1))
-        out = self.empty("poses", self.i, self.a, self.rows, len(part))
-        out[:, : self.own].copy_(part.permute(1, 3, 2, 0))
-        if self.own < self.a:
-            ones = torch.eye(self.rows, dtype=out.dtype)[:, :, None]
-            out[:, self.own :].copy_(ones.expand(-1, -1, len(part)))
-        return out
-
-    def votes(self, poses: Tensor, of: slice) -> Tensor:
-        """Shapes: poses [i, a, m, n] -> [i, j, (e m), n]"""
-        i, _, m, n = poses.shape
-        out = self.empty("votes", i, self.j * self.e, m * n)
-        torch.bmm(self.weight[of].flatten(2).mT, poses.flatten(2), out=out)
-        return out.view(i, self.j, self.e * m, n)
-
-    def agree(self, above: Tensor, poses: Tensor, of: slice, out: Tensor) -> Tensor:
-        """The product of each vote with its parent, through votes or, where these are larger than poses, without.
-
-        Then W above is made instead: what each pose would have to be.
-
-        Shapes: above [j, (e m), n], poses [i, a, m, n] -> [i, j, n]
-        """
-        if not self.by_parent:
-            return torch.sum(self.votes(poses, of).mul_(above), 2, out=out)
-        i, a, m, n = poses.shape
-        weight = self.weight[of].flatten(0, 1).transpose(0, 1)  # [j, (i a), e]
-        wanted = self.empty("votes", self.j, i * a, m * n)
-        torch.bmm(weight, above.view(self.j, self.e, -1), out=wanted)
-        products = wanted.view(self.j, i, a * m, n).mul_(poses.flatten(1, 2))
-        torch.sum(products, 2, out=out.transpose(0, 1))
-        return out
-
-    def mix(self, total: Tensor, coupling: Tensor, poses: Tensor, of: slice) -> Tensor:
-        """Adds the votes of these children, weighted by their coupling, to the total; gives the weighted poses.
-
-        Shapes: total [j, e, (m n)], coupling [i, j, n], poses [i, a, m, n] -> [j, (i a), (m n)]
-        """
-        weighted = self.weigh(coupling, poses)
-        total.baddbmm_(self.weight[of].flatten(0, 1).permute(1, 2, 0), weighted)
-        return weighted
-
-    def weigh(self, coupling: Tensor, poses: Tensor) -> Tensor:
-        """Shapes: coupling [i, j, n], poses [i, a, m, n] -> [j, (i a), (m n)]"""
-        i, a, m, n = poses.shape
-        weighted = self.empty("weighted", self.j, i, a, m, n)
-        torch.mul(coupling.transpose(0, 1)[:, :, None, None], poses, out=weighted)
-        return weighted.view(self.j, i * a, m * n)
-
-    def window(self, x: Tensor, ns: slice) -> Tensor:
-        """What belongs to parents, laid out as the votes. Shapes: x [n, j, (m e)] -> [j, (e m), n]"""
-        return x[ns].unflatten(2, (self.rows, -1)).permute(1, 3, 2, 0).flatten(1, 2).contiguous()
-
-    def back(self, x: Tensor) -> Tensor:
-        """Shapes: x [j, ..., n] with (e m) or e, m between -> [n, j, (m e)]"""
-        return x.reshape(self.j, self.e, self.rows, -1).permute(3, 0, 2, 1).flatten(2)
-
-    def pair(self, x: Tensor, ns: slice, of: slice, name: str = "pair") -> Tensor:
-        """Shapes: x [n, i, j] -> [i, j, n]"""
-        part = x[ns, of].permute(1, 2, 0)
-        return part if part.stride(2) == 1 else self.empty(name, *part.shape).copy_(part)
-
-    def share(self, weights: Tensor, one: Tensor, ns: slice, of: slice) -> Tensor:
-        """Weights that sum to 1, exactly where there is one child. Shapes: [n, i, j], [j, n] -> [i, j, n]"""
-        part = weights[ns, of].permute(1, 2, 0)
-        return torch.div(part, one, out=self.empty("share", *part.shape))
-
-
-class _Gathered:
+class Gathered:
     """One gradient of the weights for all steps of a routing, as large as those of one.
 
     The step whose backward pass is first makes it and gives it to autograd; the rest add to it, before `_Gather`, which
@@ -246,7 +89,7 @@ class _Gathered:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, gathered: _Gathered) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, gathered: Gathered) -> Tensor:
         ctx.gathered = gathered
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
@@ -257,10 +100,181 @@ class _Gather(torch.autograd.Function):
         return grad, None
 
 
-class _Gradients:
+class Place(NamedTuple):
+    """Windows, and which of the neighbours that share a weight."""
+
+    windows: slice
+    neighbours: slice
+
+
+class Sweep:
+    """The pieces of a sweep over all votes, and the memory they share.
+
+    Shapes: children [n, g, s, p], weight [g, a, j, e]
+    """
+
+    def __init__(self, children: Tensor, weight: Tensor, rows: int):
+        self.children, self.weight, self.rows = children, weight, rows
+        self.n, self.g, self.s, pose = children.shape
+        _, self.a, self.j, self.e = weight.shape
+        self.own = pose // rows  # of the a rows of a weight; what is left are offsets
+        self.by_parent = self.a < self.e
+        self.few_neighbours = min(self.s, WINDOWS)
+        self.few_windows = _evenly(self.n, WINDOWS // self.few_neighbours)
+        room = 2 * _cache_size() * torch.get_num_threads()  # twice, since the next level is near and calls are fewer
+        one = max(self.e, self.a) * rows * self.j * weight.itemsize  # of a vote for each parent, or of a pose
+        self.some = max(1, room // (one * self.few_windows * self.few_neighbours))
+        self._scratch: dict[str, Tensor] = {}
+        self._shaped: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def places(self) -> Iterator[Place]:
+        for windows in _slices(self.n, self.few_windows):
+            for neighbours in _slices(self.s, self.few_neighbours):
+                yield Place(windows, neighbours)
+
+    def pieces(self, at: Place) -> Iterator[Piece]:
+        poses = self.poses(at)
+        return (Piece(self, at, of, poses[of]) for of in _slices(self.g, self.some))
+
+    def empty(self, name: str, *shape: int) -> Tensor:
+        """Memory that the next piece uses again, so that it stays in the cache."""
+        known = self._shaped.get((name, shape))
+        if known is None:
+            size = math.prod(shape)
+            flat = self._scratch.get(name)
+            if flat is None or flat.numel() < size:
+                flat = self._scratch[name] = self.weight.new_empty(size)
+            known = self._shaped[name, shape] = flat[:size].view(shape)
+        return known
+
+    def zeros(self, at: Place) -> Tensor:
+        """For sums over the children. Shapes: -> [j, (e m), x]"""
+        return self.weight.new_zeros(self.j, self.e * self.rows, _size(at.windows) * _size(at.neighbours))
+
+    def poses(self, at: Place) -> Tensor:
+        """Shapes: -> [g, a, m, x]"""
+        part = self.children[at.windows, :, at.neighbours].unflatten(3, (self.rows, -1)).permute(1, 4, 3, 0, 2)
+        out = self.empty("poses", self.g, self.a, *part.shape[2:])
+        out[:, : self.own].copy_(part)
+        if self.own < self.a:
+            out[:, self.own :].copy_(torch.eye(self.rows, dtype=out.dtype)[:, :, None, None])
+        return out.flatten(3)
+
+    def per_parent(self, x: Tensor, at: Place) -> Tensor:
+        """What belongs to parents as the votes lie, in memory of its own. Shapes: x [n, j, (m e)] -> [j, (e m), x]"""
+        part = x[at.windows].unflatten(2, (self.rows, -1)).permute(1, 3, 2, 0)[..., None]
+        out = x.new_empty(*part.shape[:4], _size(at.neighbours))
+        return out.copy_(part.expand_as(out)).view(self.j, -1, out.shape[3] * out.shape[4])
+
+    def per_column(self, x: Tensor, at: Place) -> Tensor:
+        """Shapes: x [n, j] -> [j, x]"""
+        return x[at.windows].mT.repeat_interleave(_size(at.neighbours), 1)
+
+    def give(self, out: Tensor, x: Tensor, at: Place) -> None:
+        """Sums over neighbours are part of what the parents get. Shapes: out [n, j, (m e)], x [j, (e m), x]"""
+        neighbours = _size(at.neighbours)
+        x = x.view(self.j, self.e, self.rows, -1, neighbours)
+        x = (x.sum(4) if neighbours > 1 else x[..., 0]).permute(3, 0, 2, 1)
+        part = out[at.windows].unflatten(2, (self.rows, -1))
+        part.copy_(x) if at.neighbours.start == 0 else part.add_(x)
+
+    def pairs(self) -> Tensor:
+        """Memory for something that each child has for each parent. Shapes: [g, j, n, s]"""
+        return self.weight.new_empty(self.g, self.j, self.n, self.s)
+
+
+def by_child(pairs: Tensor) -> Tensor:
+    """Shapes: [g, j, n, s] -> [n, (g s), j]"""
+    return pairs.permute(2, 0, 3, 1).flatten(1, 2)
+
+
+class Piece:
+    """Some columns of some groups. Shapes: poses [g, a, m, x]"""
+
+    def __init__(self, sweep: Sweep, at: Place, of: slice, poses: Tensor):
+        self.sweep, self.empty, self.at, self.of, self.poses = sweep, sweep.empty, at, of, poses
+        self.weight = sweep.weight[of]
+        if sweep.by_parent:  # what follows reads it in strides, for which it had better be in the cache
+            self.weight = sweep.empty("weight", *self.weight.shape).copy_(self.weight)
+        self.g, self.a, self.m, self.x = poses.shape
+
+    def votes(self) -> Tensor:
+        """Shapes: -> [g, j, (e m), x]"""
+        sweep = self.sweep
+        out = self.empty("votes", self.g, sweep.j * sweep.e, self.m * self.x)
+        torch.bmm(self.weight.flatten(2).mT, self.poses.flatten(2), out=out)
+        return out.view(self.g, sweep.j, sweep.e * self.m, self.x)
+
+    def agree(self, above: Tensor, out: Tensor) -> Tensor:
+        """The product of each vote with its parent, through votes or, where these are larger than poses, without.
+
+        Then W above is made instead: what each pose would have to be.
+
+        Shapes: above [j, (e m), x] -> [g, j, x]
+        """
+        if not self.sweep.by_parent:
+            return torch.sum(self.votes().mul_(above), 2, out=out)
+        j = self.sweep.j
+        wanted = self.empty("votes", j, self.g * self.a, self.m * self.x)
+        torch.bmm(self.weight.flatten(0, 1).transpose(0, 1), above.view(j, self.sweep.e, -1), out=wanted)
+        products = wanted.view(j, self.g, self.a * self.m, self.x).mul_(self.poses.flatten(1, 2))
+        torch.sum(products, 2, out=out.transpose(0, 1))
+        return out
+
+    def mix(self, total: Tensor, coupling: Tensor) -> None:
+        """Adds the votes, weighted by their coupling, to the total. Shapes: total [j, (e m), x], coupling [g, j, x]"""
+        j = self.sweep.j
+        weighted = self.empty("weighted", j, self.g, self.a, self.m, self.x)
+        torch.mul(coupling.transpose(0, 1)[:, :, None, None], self.poses, out=weighted)
+        weight = self.weight.flatten(0, 1).permute(1, 2, 0)  # [j, e, (g a)]
+        total.view(j, self.sweep.e, -1).baddbmm_(weight, weighted.view(j, self.g * self.a, -1))
+
+    def pair(self, x: Tensor, name: str = "pair") -> Tensor:
+        """Shapes: x [n, (g s), j] -> [g, j, x]"""
+        part = self._pairs(x)
+        if part.shape[3] == 1 and part.stride(2) == 1:
+            return part[..., 0]
+        return self.empty(name, *part.shape).copy_(part).flatten(2)
+
+    def share(self, weights: Tensor, one: Tensor) -> Tensor:
+        """Weights that sum to 1, exactly where there is one child. Shapes: [n, (g s), j], [j, x] -> [g, j, x]"""
+        part = self._pairs(weights)
+        out = self.empty("share", *part.shape)
+        return torch.div(part, one.view(part.shape[1:]), out=out).flatten(2)
+
+    def _pairs(self, x: Tensor) -> Tensor:
+        """Shapes: x [n, (g s), j] -> [g, j, n, s]"""
+        x = x.unflatten(1, (self.sweep.g, self.sweep.s))
+        return x[self.at.windows, self.of, self.at.neighbours].permute(1, 3, 0, 2)
+
+    def keep(self, pairs: Tensor, x: Tensor) -> None:
+        """Shapes: pairs [g, j, n, s], x [g, j, x]"""
+        part = pairs[self.of, :, self.at.windows, self.at.neighbours]
+        part.copy_(x.unflatten(2, part.shape[2:]))
+
+    def kept(self, pairs: Tensor) -> Tensor | None:
+        """Where these are to be, if they lie there as they do in a piece. Shapes: [g, j, n, s] -> [g, j, x]"""
+        part = pairs[self.of, :, self.at.windows, self.at.neighbours]
+        return part.view(self.g, -1, self.x) if part.is_contiguous() else None
+
+    def of_all(self, x: Tensor) -> Tensor:
+        """What pairs have in every window. Shapes: x [(g s), j] -> [g, j, x], or [g, j, 1] for all columns"""
+        part = self._in_all(x).transpose(1, 2)
+        return part if self.sweep.s == 1 else part.repeat(1, 1, _size(self.at.windows))
+
+    def add_to_all(self, out: Tensor, x: Tensor) -> None:
+        """Shapes: out [(g s), j], x [g, j, x]"""
+        self._in_all(out).add_(x.unflatten(2, (-1, _size(self.at.neighbours))).sum(2).transpose(1, 2))
+
+    def _in_all(self, x: Tensor) -> Tensor:
+        """Shapes: x [(g s), j] -> [g, s, j]"""
+        return x.unflatten(0, (self.sweep.g, self.sweep.s))[self.of, self.at.neighbours]
+
+
+class Gradients:
     """Gradients of children and weights, as far as they are asked for, from those of the votes."""
 
-    def __init__(self, sweep: _Sweep, needed: Sequence[bool], gathered: _Gathered):
+    def __init__(self, sweep: Sweep, needed: Sequence[bool], gathered: Gathered):
         self.sweep = sweep
         self.children = torch.empty_like(sweep.children, memory_format=torch.contiguous_format) if needed[0] else None
         self.weight: Tensor | None = None
@@ -270,297 +284,51 @@ class _Gradients:
         self.given = self.weight if self.unwritten else None  # to autograd
         self.needed = any(needed[:2])
 
-    def add(self, votes: Tensor, poses: Tensor, of: slice) -> None:
-        """Shapes: votes [i, j, (e m), n], poses [i, a, m, n]"""
-        sweep = self.sweep
-        i, a, m, n = poses.shape
-        votes = votes.view(i, -1, m * n)  # [i, (j e), (m n)]
+    def add(self, votes: Tensor, piece: Piece) -> None:
+        """Shapes: votes [g, j, (e m), x]"""
+        sweep, at, of = self.sweep, piece.at, piece.of
+        votes = votes.view(piece.g, -1, piece.m * piece.x)  # [g, (j e), (m x)]
         if self.children is not None:
-            out = sweep.empty("d poses", sweep.i, sweep.own, m * n)[of]
-            torch.bmm(sweep.weight[of, : sweep.own].flatten(2), votes, out=out)
+            out = piece.empty("d poses", piece.g, sweep.own, piece.m * piece.x)
+            torch.bmm(piece.weight[:, : sweep.own].flatten(2), votes, out=out)
+            part = self.children[at.windows, of, at.neighbours].unflatten(3, (sweep.rows, -1))  # [n, g, s, m, a]
+            part.copy_(out.view(piece.g, sweep.own, piece.m, len(part), -1).permute(3, 0, 4, 2, 1))
         if self.weight is not None:
-            weight = self.weight[of].view(i, a, -1)
-            if self.unwritten:
-                torch.bmm(poses.flatten(2), votes.mT, out=weight)
+            weight = self.weight[of].view(piece.g, piece.a, -1)
+            if self.unwritten and at.windows.start == at.neighbours.start == 0:
+                torch.bmm(piece.poses.flatten(2), votes.mT, out=weight)
             else:
-                weight.baddbmm_(poses.flatten(2), votes.mT)
+                weight.baddbmm_(piece.poses.flatten(2), votes.mT)
 
-    def add_agreement(
-        self, share: Tensor, slope: Tensor | None, grad: Tensor, above: Tensor, poses: Tensor, of: slice
-    ) -> None:
+    def add_agreement(self, share: Tensor, slope: Tensor | None, grad: Tensor, above: Tensor, piece: Piece) -> None:
         """For votes that have the gradient share x grad + slope x above.
 
-        Shapes: share and slope [i, j, n], grad and above [j, (e m), n], poses [i, a, m, n]
+        Shapes: share and slope [g, j, x], grad and above [j, (e m), x]
         """
-        i, _, m, n = poses.shape
-        votes = self.sweep.empty("votes", i, self.sweep.j, self.sweep.e * m, n)
+        votes = piece.empty("votes", piece.g, *grad.shape)
         torch.mul(share[:, :, None], grad, out=votes)
-        self.add(votes if slope is None else votes.addcmul_(slope[:, :, None], above), poses, of)
-
-    def close(self, ns: slice) -> None:
-        """Hands over the gradients of these windows' poses, when all children have been seen."""
-        self.unwritten = False
-        if self.children is not None:
-            sweep, n = self.sweep, ns.stop - ns.start
-            grad = sweep.empty("d poses", sweep.i, sweep.own, sweep.rows, n)
-            self.children[ns].unflatten(2, (sweep.rows, -1)).copy_(grad.permute(3, 0, 2, 1))
+        self.add(votes if slope is None else votes.addcmul_(slope[:, :, None], above), piece)
 
 
-class _Agreement(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        children: Tensor,
-        weight: Tensor,
-        rows: int,
-        gathered: _Gathered,
-        parents: Tensor,
-        logits: Tensor | None,
-        prior: Tensor | None,
-        scale: float,
-        leak: bool,
-        constant: bool,
-    ) -> tuple[Tensor, Tensor]:
-        sweep = _Sweep(children, weight, rows)
-        mixture = torch.empty_like(parents, memory_format=torch.contiguous_format)
-        coupling = weight.new_empty(sweep.i, sweep.j, sweep.n)
-        for ns in sweep.over_windows():
-            above = sweep.window(parents, ns).mul_(scale)
-            n = above.shape[2]
-            total = weight.new_zeros(sweep.j, sweep.e, rows * n)
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                i = len(poses)
-                agreement = sweep.empty("agreement", i, sweep.j + leak, n)
-                sweep.agree(above, poses, of, out=agreement[:, : sweep.j])
-                if logits is not None:
-                    agreement[:, : sweep.j] += logits[of, :, None]
-                if leak:
-                    agreement[:, sweep.j] = 0
-                share = torch.softmax(agreement, 1, out=sweep.empty("share", i, sweep.j + leak, n))[:, : sweep.j]
-                if prior is not None:
-                    share += prior[of, :, None]
-                coupling[of, :, ns] = share
-                sweep.mix(total, share, poses, of)
-            mixture[ns] = sweep.back(total)
-        coupling = coupling.permute(2, 0, 1)
-        ctx.save_for_backward(children, weight, parents, prior, coupling)
-        ctx.rows, ctx.gathered, ctx.scale, ctx.constant = rows, gathered, scale, constant
-        ctx.set_materialize_grads(False)
-        return mixture, coupling
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_mixture: Tensor | None, d_coupling: Tensor | None) -> tuple[Tensor | None, ...]:
-        children, weight, parents, prior, coupling = ctx.saved_tensors
-        sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
-        needs_parents, needs_logits, needs_prior = ctx.needs_input_grad[4:7]
-        d_parents = (
-            torch.empty_like(parents, memory_format=torch.contiguous_format)
-            if needs_parents and not ctx.constant
-            else None
-        )
-        d_logits = weight.new_zeros(sweep.i, sweep.j) if needs_logits else None
-        d_prior = weight.new_zeros(sweep.i, sweep.j) if needs_prior else None
-        if d_mixture is None:
-            d_mixture = torch.zeros_like(parents)
-        for ns in sweep.over_windows():
-            above, grad = sweep.window(parents, ns).mul_(ctx.scale), sweep.window(d_mixture, ns)
-            n = above.shape[2]
-            total = weight.new_zeros(sweep.j, sweep.e, ctx.rows * n)
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                share = sweep.pair(coupling, ns, of)
-                d_share = sweep.agree(grad, poses, of, out=sweep.empty("d share", len(poses), sweep.j, n))
-                if d_coupling is not None:
-                    d_share += sweep.pair(d_coupling, ns, of, "d pair")
-                if d_prior is not None:
-                    d_prior[of] += d_share.sum(2)
-                bare = share if prior is None else share - prior[of, :, None]
-                d_share.mul_(bare)
-                d_agreement = d_share.sub_(bare * d_share.sum(1, keepdim=True))
-                if d_logits is not None:
-                    d_logits[of] += d_agreement.sum(2)
-                if gradients.needed:
-                    slope = None if ctx.constant else d_agreement
-                    gradients.add_agreement(share, slope, grad, above, poses, of)
-                if d_parents is not None:
-                    sweep.mix(total, d_agreement, poses, of)
-            gradients.close(ns)
-            if d_parents is not None:
-                d_parents[ns] = sweep.back(total).mul_(ctx.scale)
-        return gradients.children, gradients.given, None, None, d_parents, d_logits, d_prior, None, None, None
+@cache
+def _cache_size() -> int:
+    """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        return int(text.removesuffix("K")) * 2**10
+    except (OSError, ValueError):
+        return 2**20
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered) -> Tensor:
-        j = weight.shape[2]
-        ctx.save_for_backward(children, weight)
-        ctx.rows, ctx.gathered = rows, gathered
-        sums = _by_row(children, rows) @ weight.flatten(0, 1).flatten(1)  # [(n m), (j e)]
-        return sums.view(len(children), rows, j, -1).transpose(1, 2).flatten(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        children, weight = ctx.saved_tensors
-        wide = weight.flatten(0, 1).flatten(1)  # [(i a), (j e)]
-        grad = _by_row(d_total, ctx.rows)
-        d_children = d_weight = None
-        if ctx.needs_input_grad[0]:
-            d_children = (grad @ wide.T).view(len(children), ctx.rows, len(weight), -1).transpose(1, 2).flatten(2)
-        if ctx.needs_input_grad[1]:
-            gathered, unwritten = ctx.gathered.begin(weight)
-            gathered.view(wide.shape).addmm_(_by_row(children, ctx.rows).T, grad, beta=0 if unwritten else 1)
-            d_weight = gathered if unwritten else None
-        return d_children, d_weight, None, None
-
-
-class _Mixture(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered, coupling: Tensor) -> Tensor:
-        sweep = _Sweep(children, weight, rows)
-        mixture = weight.new_empty(sweep.n, sweep.j, rows * sweep.e)
-        for ns in sweep.over_windows():
-            total = weight.new_zeros(sweep.j, sweep.e, rows * (ns.stop - ns.start))
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                sweep.mix(total, sweep.pair(coupling, ns, of), poses, of)
-            mixture[ns] = sweep.back(total)
-        ctx.save_for_backward(children, weight, coupling)
-        ctx.rows, ctx.gathered = rows, gathered
-        return mixture
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_mixture: Tensor) -> tuple[Tensor | None, ...]:
-        children, weight, coupling = ctx.saved_tensors
-        sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
-        d_coupling = weight.new_empty(sweep.i, sweep.j, sweep.n) if ctx.needs_input_grad[4] else None
-        for ns in sweep.over_windows():
-            grad = sweep.window(d_mixture, ns)
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                share = sweep.pair(coupling, ns, of)
-                d_share = sweep.agree(grad, poses, of, out=sweep.empty("d share", *share.shape))
-                if d_coupling is not None:
-                    d_coupling[of, :, ns] = d_share
-                if gradients.needed:
-                    gradients.add_agreement(share, None, grad, grad, poses, of)
-            gradients.close(ns)
-        d_coupling = None if d_coupling is None else d_coupling.permute(2, 0, 1)
-        return gradients.children, gradients.given, None, None, d_coupling
-
-
-class _Fit(torch.autograd.Function):
-    """EM's M-step: twice over the children, for the mean and then for the variance around it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sweep = _Sweep(children, weight, rows)
-        mass = weight.new_empty(sweep.n, sweep.j)
-        mean, variance = (weight.new_empty(sweep.n, sweep.j, rows * sweep.e) for _ in range(2))
-        for ns in sweep.over_windows():
-            n = ns.stop - ns.start
-            mass[ns] = weights[ns].sum(1)
-            one = mass[ns].mT.clamp(min=1e-7).contiguous()  # [j, n]
-            total, spread = (weight.new_zeros(sweep.j, sweep.e, rows * n) for _ in range(2))
-            everyone = sweep.poses(ns)
-            for of, poses in sweep.over_children(everyone):
-                share = sweep.share(weights, one, ns, of)
-                if sweep.i > 1:
-                    sweep.mix(total, share, poses, of)
-                else:  # the mean is this vote to the last bit, and the variance 0
-                    total = sweep.votes(poses, of)[0] * share[0, :, None]
-            center, spread = total.view(sweep.j, -1, n), spread.view(sweep.j, -1, n)
-            for of, poses in sweep.over_children(everyone):
-                votes = sweep.votes(poses, of).sub_(center).square_()
-                spread += votes.mul_(sweep.share(weights, one, ns, of)[:, :, None]).sum(0)
-            mean[ns], variance[ns] = sweep.back(center), sweep.back(spread)
-        ctx.save_for_backward(children, weight, weights, mass, mean, variance)
-        ctx.rows, ctx.gathered = rows, gathered
-        return mass, mean, variance
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_mass: Tensor, d_mean: Tensor, d_variance: Tensor) -> tuple[Tensor | None, ...]:
-        children, weight, weights, mass, mean, variance = ctx.saved_tensors
-        sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
-        d_weights = weight.new_empty(sweep.i, sweep.j, sweep.n) if ctx.needs_input_grad[4] else None
-        for ns in sweep.over_windows():
-            sums = mass[ns].mT  # [j, n]
-            one = sums.clamp(min=1e-7)
-            enough = (sums >= 1e-7).to(sums)
-            center, spread = sweep.window(mean, ns), sweep.window(variance, ns)
-            of_spread = sweep.window(d_variance, ns).div_(one[:, None])
-            of_mean = sweep.window(d_mean, ns).div_(one[:, None])
-            of_mean -= 2 * of_spread * center * (1 - sums / one)[:, None]  # 0 but for a mass that was clamped
-            rest = d_mass[ns].mT - enough * (of_spread * spread).sum(1)
-            # a clamped mass is a constant, so that the votes then count from 0 and not from their mean
-            rest += (1 - enough) * (of_mean * center).sum(1)
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                apart = sweep.votes(poses, of).sub_(center)
-                slope = torch.mul(apart, of_spread, out=sweep.empty("slope", *apart.shape))
-                slope.add_(of_mean)
-                if d_weights is not None:
-                    product = torch.mul(slope, apart, out=sweep.empty("product", *apart.shape))
-                    d_weights[of, :, ns] = product.sum(2).add_(rest)
-                if gradients.needed:
-                    slope.addcmul_(apart, of_spread).mul_(sweep.pair(weights, ns, of)[:, :, None])
-                    gradients.add(slope, poses, of)
-            gradients.close(ns)
-        d_weights = None if d_weights is None else d_weights.permute(2, 0, 1)
-        return gradients.children, gradients.given, None, None, d_weights
-
-
-class _LogDensity(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, children: Tensor, weight: Tensor, rows: int, gathered: _Gathered, mean: Tensor, variance: Tensor
-    ) -> Tensor:
-        sweep = _Sweep(children, weight, rows)
-        density = weight.new_empty(sweep.i, sweep.j, sweep.n)
-        for ns in sweep.over_windows():
-            center, spread = sweep.window(mean, ns), sweep.window(variance, ns)
-            size = (spread.log() + math.log(2 * math.pi)).sum(1)  # [j, n]
-            spread.reciprocal_()
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                votes = sweep.votes(poses, of).sub_(center).square_().mul_(spread)
-                density[of, :, ns] = votes.sum(2).add_(size).mul_(-0.5)
-        ctx.save_for_backward(children, weight, mean, variance)
-        ctx.rows, ctx.gathered = rows, gathered
-        return density.permute(2, 0, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_density: Tensor) -> tuple[Tensor | None, ...]:
-        children, weight, mean, variance = ctx.saved_tensors
-        sweep = _Sweep(children, weight, ctx.rows)
-        gradients = _Gradients(sweep, ctx.needs_input_grad, ctx.gathered)
-        d_mean, d_variance = torch.empty_like(mean), torch.empty_like(variance)
-        for ns in sweep.over_windows():
-            center, sharp = sweep.window(mean, ns), sweep.window(variance, ns).reciprocal_()
-            of_mean, of_variance = torch.zeros_like(center), torch.zeros_like(center)
-            for of, poses in sweep.over_children(sweep.poses(ns)):
-                apart = sweep.votes(poses, of).sub_(center).mul_(sharp)
-                grad = sweep.pair(d_density, ns, of)[:, :, None]
-                slope = torch.mul(apart, grad, out=sweep.empty("slope", *apart.shape))
-                of_mean += slope.sum(0)
-                of_variance += apart.mul_(slope).sum(0)
-                of_variance -= sharp * grad.sum(0)
-                if gradients.needed:
-                    gradients.add(slope.neg_(), poses, of)
-            gradients.close(ns)
-            d_mean[ns], d_variance[ns] = sweep.back(of_mean), sweep.back(of_variance.mul_(0.5))
-        return gradients.children, gradients.given, None, None, d_mean, d_variance
-
-
-def _by_row(x: Tensor, rows: int) -> Tensor:
-    """Shapes: x [n, i, (m a)] -> [(n m), (i a)]"""
-    return x.unflatten(2, (rows, -1)).transpose(1, 2).reshape(len(x) * rows, -1)
+def _evenly(size: int, most: int) -> int:
+    """In parts of about `most`, the last hardly smaller than the rest."""
+    return -(-size // max(1, size // max(1, most)))
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
