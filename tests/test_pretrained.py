@@ -25,6 +25,8 @@ from torchcaps.results import read
 from torchcaps.runs import open_run
 
 NAME = "efficient_capsnet_mnist"
+ROOT = Path(__file__).parents[1]
+HUB = sorted(path for path in (ROOT / "hub").glob("*") if path.is_dir())  # larger ones, not in the package
 MADE_FROM = {"multimnist": "mnist", "multimnist_relative": "mnist"}
 
 
@@ -36,7 +38,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_the_small_networks_are_there_and_take_little_room():
-    assert NAME in shipped()
+    assert {NAME, "efficient_capsnet_fashion_mnist", "efficient_capsnet_multimnist"} <= set(shipped())
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < LIMIT == 12_000_000
     assert {path.suffix for path in SHIPPED.iterdir()} == {".json", ".safetensors"}
     data = sum(path.stat().st_size for path in SHIPPED.parent.rglob("*") if path.suffix not in (".py", ".pyc"))
@@ -71,17 +73,29 @@ def test_each_file_is_what_its_json_says(name):
     assert output.probabilities.shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if find_shipped(name).about["result"]["table"] != "quick"])
+@pytest.mark.parametrize("name", [*shipped(), *HUB])
 def test_its_line_stands_in_the_published_results(name):
-    """But for the curves and the points of the reliability diagram; quick rows are not published."""
-    own, published = find_shipped(name).about["result"], []
-    for line in read(Path(__file__).parents[1] / "results"):
+    """But for the curves and the points of the reliability diagram."""
+    own, published = find_pretrained(name).about["result"], []
+    for line in read(ROOT / "results"):
         values = json.loads(line.line())
         del values["curves"]
         for figures in (values["test"], values["validation"], values["test_last"]):
             (figures or {}).pop("reliability", None)
         published.append(values)
     assert published.count(own) == 1
+
+
+@pytest.mark.parametrize("folder", HUB, ids=lambda folder: folder.name)
+def test_folders_for_a_hub_are_whole(folder):
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    sums = {path: checksum for checksum, path in (line.split("  ") for line in lines)}
+    assert sums.keys() | {"SHA256SUMS"} == {path.name for path in folder.iterdir()}
+    assert {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sums} == sums
+    assert (folder / "README.md").read_text().split("---")[2].strip().startswith(f"# {folder.name}\n")
+    network = load_pretrained(folder)
+    found = find_pretrained(folder)
+    assert network(torch.rand(2, *found.image)).probabilities.shape == (2, found.about["classes"])
 
 
 def test_pretrained_is_the_network_itself_not_a_new_one():

@@ -14,11 +14,12 @@ from torchcaps.demo.reader import Reader
 from torchcaps.demo.request import check, model_of
 from torchcaps.demo.shelf import Shelf, as_reader, open_shipped
 from torchcaps.models import create_model
-from torchcaps.models.pretrained import shipped
+from torchcaps.models.pretrained import find_shipped, shipped
 from torchcaps.runs import open_run
 
 Image = pytest.importorskip("PIL.Image")
 NETWORK = "efficient_capsnet_mnist"
+OF_PAIRS = "efficient_capsnet_multimnist"
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +157,18 @@ def test_an_overlay_lays_both_apart(reader, digits):
     assert torch.allclose(picture[0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("pair", [(38, 29), (29, 38)])
-def test_both_of_an_overlay_are_found_in_the_order_they_were_chosen(reader, pair):
-    answer = reader.answer({"source": {"kind": "overlay", "first": pair[0], "second": pair[1], "apart": 0}})
+@pytest.mark.parametrize("pair", [(12, 24), (24, 12), (20, 47), (35, 0)])
+def test_both_of_an_overlay_are_found_in_the_order_they_were_chosen(pair):
+    reader = open_shipped(OF_PAIRS)
+    source = {"kind": "overlay", "first": pair[0], "second": pair[1], "apart": 6}
+    answer = reader.answer({"source": source})
     assert answer["found"] == [n // 6 for n in pair]
     assert answer["capsule"] == max(range(10), key=lambda k: answer["lengths"][k])
-    output = reader.ask(reader.picture({"kind": "overlay", "first": pair[0], "second": pair[1], "apart": 0})[0][None])
+    output = reader.ask(reader.picture(source)[0][None])
     with torch.no_grad():
         first, second = (reader.model.reconstruct(output.capsules, None, torch.tensor([[n // 6]])) for n in pair)
     coloured = first[0, 0, 0, ..., None] * torch.tensor(RED) + second[0, 0, 0, ..., None] * torch.tensor(GREEN)
-    assert abs(pixels(answer["reconstruction"]) - coloured.clamp(0, 255).numpy()).max() <= 1
+    assert abs(pixels(answer["reconstruction"]) - coloured.clamp(0, 255).numpy()).max() < 0.51
 
 
 def test_fields_of_other_sizes_hold_the_same_digits(digits):
@@ -217,7 +220,7 @@ def test_a_decoder_that_was_not_trained_draws_nothing(reader):
 
 
 def test_what_is_shorter_than_the_threshold_is_none_of_these(reader):
-    assert reader.threshold == pytest.approx(0.724, abs=1e-3)
+    assert reader.threshold == find_shipped(NETWORK).about["threshold"] > 0.5
     longest = max(reader.answer({"source": sample(20)})["lengths"])
     for threshold, none in ((None, False), (0.0, False), (longest - 1e-3, False), (longest + 1e-3, True)):
         answer = replace(reader, threshold=threshold).answer({"source": sample(20)})

@@ -139,12 +139,6 @@ def test_half_precision_that_costs_something_is_refused(run, tmp_path, monkeypat
     with pytest.raises(ValueError, match=r"in half precision \d+ of \d+ validation images would get another class"):
         export_run(run, tmp_path / "half", half=True, device="cpu")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(pretrained, "SHIPPED", tmp_path / "weights")
-    monkeypatch.setattr(exporting, "SHIPPED", tmp_path / "weights")
-    said = []
-    path = ship_run(run, device="cpu", say=said.append)
-    assert said[0].startswith("kept in float32, as ")
-    assert {value.dtype for value in load_file(path).values()} <= {torch.float32, torch.int64}
 
 
 def test_what_float16_cannot_hold_stays():
@@ -176,6 +170,22 @@ def test_weights_go_into_the_package_by_name(run, tmp_path, monkeypatch, capsys,
     with pytest.raises(ValueError, match=r"a name such as efficient_capsnet_mnist, got '\.\./x'"):
         ship_run(run, "../x", device="cpu")
     assert pretrained.shipped() == ["small_digits"]
+
+
+def test_only_the_decoder_goes_in_half_where_classes_would_change(run, tmp_path, monkeypatch, images):
+    """As if float16 had no digits at all."""
+    for module in (pretrained, exporting):
+        monkeypatch.setattr(module, "SHIPPED", tmp_path)
+    monkeypatch.setattr(exporting, "_half", lambda value: value.sign().half() if value.is_floating_point() else value)
+    said = []
+    tensors = load_file(ship_run(run, "small_digits", device="cpu", say=said.append))
+    assert re.fullmatch(r"float32 but for the decoder, as \d+ of \d+ validation images would .* float16", *said)
+    for key, value in tensors.items():
+        if value.is_floating_point():
+            assert value.dtype == (torch.float16 if key.startswith("decoder.") else torch.float32)
+    assert pretrained.find_shipped("small_digits").about["dtype"] == "float32, the decoder's float16"
+    scores = create_model("small_digits", pretrained=True)(images).scores
+    torch.testing.assert_close(scores, open_run(run).model(images).scores, rtol=0, atol=0)
 
 
 def test_what_cannot_be_exported_is_said(run, tmp_path, capsys):

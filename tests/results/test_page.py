@@ -97,6 +97,14 @@ def test_seeds_make_a_mean_and_settings_a_line():
     assert "1. assumed: schedule\\_args.floor = 5e-05" in render_page(runs)
 
 
+def test_fewer_images_an_epoch_are_short_as_well():
+    name = "sabour2017_table1:routing3-multimnist"
+    multi = [result(name, 0.1, epochs=epochs, changes={"samples": 100_000}) for epochs in (64, 17)]
+    whole, part = (line[6] for line in rows(render_page(multi), "4")[1:3])
+    assert whole == "64, each of 100,000 images instead of 6,000,000, shortened"
+    assert part == "17 of 64, each of 100,000 images instead of 6,000,000, shortened"
+
+
 def test_of_two_runs_with_one_seed_the_later_counts():
     name = "li2018_table3:1-master"
     runs = [result(name, 0.1, 0, finished="2026-01-02"), result(name, 0.2, 0, finished="2026-01-01")]

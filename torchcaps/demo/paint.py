@@ -19,7 +19,8 @@ def grey_or_colour(image: Tensor) -> str:
 def two_colours(drawn: Tensor) -> str:
     """Two reconstructions in one picture, each in its own colour. Shapes: [2, c, h, w]"""
     first, second = drawn.detach().cpu().mean(1).clamp(0, 1).numpy()
-    return url(np.clip(first[..., None] * np.array(RED) + second[..., None] * np.array(GREEN), 0, 255).astype(np.uint8))
+    mixed = first[..., None] * np.array(RED) + second[..., None] * np.array(GREEN)
+    return url(mixed.clip(0, 255).round().astype(np.uint8))
 
 
 def heat(values: Tensor, image: Tensor) -> str:
@@ -33,7 +34,7 @@ def heat(values: Tensor, image: Tensor) -> str:
     colours = np.array(HEAT, dtype=np.float64)
     mixed = colours[low] + (at - low)[..., None] * (colours[low + 1] - colours[low])
     ground = picture(image.detach().cpu().numpy()).mean(-1, keepdims=True)
-    return url(np.clip(0.72 * mixed + 0.28 * ground, 0, 255).astype(np.uint8))
+    return url((0.72 * mixed + 0.28 * ground).clip(0, 255).round().astype(np.uint8))
 
 
 def thumbnails(images: Tensor) -> str:

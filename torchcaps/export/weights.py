@@ -65,7 +65,7 @@ def export_run(
             )
         say(f"half precision changes the class of none of {seen:,} validation images")
     files = {WEIGHTS: tensors_to_bytes(weights, {"format": "pt"})}
-    about = describe(opened, line, files[WEIGHTS], half)
+    about = describe(opened, line, files[WEIGHTS], "float16" if half else "float32")
     if onnx:
         from torchcaps.export.onnx import export_onnx
 
@@ -85,6 +85,8 @@ def ship_run(
 ) -> Path:
     """Writes a run's weights into the package, in float16 where that changes no prediction on the validation set.
 
+    The decoder, which has no say in predictions, is in float16 always.
+
     Args:
         name: under which they are asked for; the preset's if not given.
     """
@@ -95,11 +97,14 @@ def ship_run(
         raise ValueError(f"weights go by a name such as efficient_capsnet_mnist, got {name!r}")
     whole = network_weights(opened)
     weights, changed, seen = halved(opened, whole)
+    dtype = "float16"
     if changed:
-        say(f"kept in float32, as {changed} of {seen:,} validation images would get another class in float16")
+        dtype = "float32, the decoder's float16"
+        say(f"float32 but for the decoder, as {changed} of {seen:,} validation images would change class in float16")
+        weights = {key: weights[key] if key.startswith("decoder.") else value for key, value in whole.items()}
     else:
         say(f"float16 changes the class of none of {seen:,} validation images")
-    content = tensors_to_bytes(whole if changed else weights, {"format": "pt"})
+    content = tensors_to_bytes(weights, {"format": "pt"})
     others = sum(p.stat().st_size for p in SHIPPED.glob("*.safetensors") if p.stem != name)
     if others + len(content) > LIMIT:
         raise ValueError(
@@ -109,7 +114,7 @@ def ship_run(
     SHIPPED.mkdir(exist_ok=True)
     path = SHIPPED / f"{name}.safetensors"
     checkpoint.write(path, content)
-    checkpoint.write(path.with_suffix(".json"), _json(describe(opened, line, content, not changed)))
+    checkpoint.write(path.with_suffix(".json"), _json(describe(opened, line, content, dtype)))
     return path
 
 
@@ -166,7 +171,7 @@ def _classes(opened: Opened, data: DataSet) -> Tensor:
     return ranking(found.scores)[:, :wanted].sort(dim=1).values
 
 
-def describe(opened: Opened, line: Result, content: bytes, half: bool) -> dict[str, Any]:
+def describe(opened: Opened, line: Result, content: bytes, dtype: str) -> dict[str, Any]:
     """All that is known of the weights, as JSON keeps it."""
     recipe = opened.recipe
     sizes = {name: p.numel() for name, p in opened.model.named_parameters()}
@@ -188,7 +193,7 @@ def describe(opened: Opened, line: Result, content: bytes, half: bool) -> dict[s
         "threshold": opened.threshold,
         "parameters": sum(sizes.values()) - decoder,
         "decoder_parameters": decoder,
-        "dtype": "float16" if half else "float32",
+        "dtype": dtype,
         "sha256": hashlib.sha256(content).hexdigest(),
         "bytes": len(content),
         "test_error": line.test["error"],

@@ -145,8 +145,14 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
     epochs = _span([run.epochs for run in runs])
     if any(run.reached for run in runs):
         epochs += f", at {100 * first.recipe['stop_at']:g} % on validation"
-    elif first.epochs != first.planned:
-        epochs += f" of {first.planned}" + ", shortened" * first.shortened
+    else:
+        short = first.shortened
+        if first.epochs != first.planned:
+            epochs += f" of {first.planned}"
+        full, images = recipe.samples, first.recipe.get("samples")
+        if full and images and images < full:
+            epochs, short = f"{epochs}, each of {images:,} images instead of {full:,}", True
+        epochs += ", shortened" * short
     commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     return _protocol(recipes.from_dict(first.recipe)), epochs, took(runs), commits
 
