@@ -56,6 +56,8 @@ EM_SWEEP: dict[str, dict[str, Any]] = {  # other ways to cut up the first convol
     "em, 168 registers": {"registers": 168},
     "em, stages 1": {"stages": 1},
     "em, 4 a warp, 16 parents": {"low": 4, "block": 16},
+    "em, 2 children": {"wide": 16},
+    "em, rows apart": {"together": 1},
 }
 SWEEP: dict[str, dict[str, Any]] = EM_SWEEP | {  # and the first case of all
     "default": {},
@@ -64,6 +66,8 @@ SWEEP: dict[str, dict[str, Any]] = EM_SWEEP | {  # and the first case of all
     "8 a warp": {"low": 8, "wide": 128},
     "8 a warp, 2 children": {"low": 8},
     "2 children": {"wide": 32},
+    "rows apart": {"together": 1},
+    "2 rows together": {"together": 2},
     "512 programs": {"programs": 512},
     "3000 programs": {"programs": 3000},
 }

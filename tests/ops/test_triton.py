@@ -130,7 +130,7 @@ def test_constant_agreement(case, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["vectors", "overlapping"])
+@pytest.mark.parametrize("case", ["vectors", "many parents", "36 dims", "overlapping"])
 def test_half_precision(case, dtype, monkeypatch):
     """Plain PyTorch makes float32 of it first, so that it rounds the results only."""
     window, inputs = drawn(case)

@@ -18,6 +18,7 @@ from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import (
     PARTIAL_BYTES,
     add_up,
+    alone,
     cast_votes,
     children_of,
     first_votes,
@@ -80,7 +81,7 @@ def agreement_forward(
         children = load_children(poses, n, i, S, T)
         agreement = tl.zeros((T.JB, T.BN, T.C, T.JL), dtype=tl.float32)
         for m in tl.static_range(T.M):
-            votes = cast_votes(children[m], w, first_votes(offset, 0.0, i, j, m, S, T), T)
+            votes = cast_votes(children[m], w, first_votes(offset, alone(0.0), i, j, m, S, T), T)
             agreement += over_entries(votes * above[m])
         agreement = logits_of(agreement, logits, scale, i, j, S, T, LOGITS)
         at, there = children_of(n, i, S, T)
@@ -103,7 +104,7 @@ def agreement_forward(
                 coupling += tl.load(prior + pair, mask=there, other=0.0)
             new = ()
             for m in tl.static_range(T.M):
-                votes = cast_votes(children[m], w, first_votes(offset, nothing, i, j, m, S, T), T)
+                votes = cast_votes(children[m], w, first_votes(offset, alone(nothing), i, j, m, S, T), T)
                 new = new + (mixed[m] + tl.sum(to_entries(coupling) * votes, 2),)
             mixed = new
     if PASS != GATHER:
@@ -140,7 +141,7 @@ def agreement_backward(
         agreement = tl.zeros((T.JB, T.BN, T.C, T.JL), dtype=tl.float32)
         d_coupling = tl.zeros((T.JB, T.BN, T.C, T.JL), dtype=tl.float32)
         for m in tl.static_range(T.M):
-            votes = cast_votes(children[m], w, first_votes(offset, 0.0, i, j, m, S, T), T)
+            votes = cast_votes(children[m], w, first_votes(offset, alone(0.0), i, j, m, S, T), T)
             agreement += over_entries(votes * above[m])
             d_coupling += over_entries(votes * d_mixed[m])
         agreement = logits_of(agreement, logits, scale, i, j, S, T, LOGITS)
@@ -163,13 +164,16 @@ def agreement_backward(
             d_agreement *= scale
             d_w = no_weight_gradient(T)
             new = ()
-            for m in tl.static_range(T.M):
-                grad = to_entries(coupling) * d_mixed[m]
-                if not CONSTANT:
-                    votes = cast_votes(children[m], w, first_votes(offset, nothing, i, j, m, S, T), T)
-                    new = new + (d_above[m] + tl.sum(to_entries(d_agreement) * votes, 2),)
-                    grad += to_entries(d_agreement) * above[m]
-                d_w = hand_down(grad, children[m], w, d_w, d_poses, d_offset, n, i, j, m, S, T, ATOMIC)
+            for first in tl.static_range(0, T.M, T.G):
+                grads = ()
+                for m in tl.static_range(first, first + T.G):
+                    grad = to_entries(coupling) * d_mixed[m]
+                    if not CONSTANT:
+                        votes = cast_votes(children[m], w, first_votes(offset, alone(nothing), i, j, m, S, T), T)
+                        new = new + (d_above[m] + tl.sum(to_entries(d_agreement) * votes, 2),)
+                        grad += to_entries(d_agreement) * above[m]
+                    grads = grads + (grad,)
+                d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, first, S, T, ATOMIC)
             store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
             if not CONSTANT:
                 d_above = new

@@ -24,6 +24,7 @@ from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import (
     PARTIAL_BYTES,
     Plan,
+    alone,
     cast_votes,
     children_of,
     first_votes,
@@ -68,6 +69,16 @@ def load_parents(x, n, j, other, S, T: tl.constexpr):
 
 
 @triton.jit
+def load_centre(x, n, j, S, T: tl.constexpr):
+    """The negative of what is there, to which votes are added. Shapes: as `load_rows`"""
+    rows = load_rows(x, n, j, S, T)
+    new = ()
+    for m in tl.static_range(T.M):
+        new = new + (-rows[m],)
+    return new
+
+
+@triton.jit
 def load_gates(x, n, i, other, S, T: tl.constexpr):
     """Shapes: x [n, i] -> [1, BN, C, 1]"""
     at, there = children_of(n, i, S, T)
@@ -75,9 +86,21 @@ def load_gates(x, n, i, other, S, T: tl.constexpr):
 
 
 @triton.jit
-def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
-    """Row m of the votes, less the centre's. Shapes: [JB, BN, C, EH, JL, EL]"""
-    return cast_votes(children[m], weight, first_votes(offset, nothing, i, j, m, S, T), T) - centre[m]
+def from_centre_again(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
+    return cast_votes(children[m], weight, first_votes(offset, alone(nothing), i, j, m, S, T), T) + centre[m]
+
+
+@triton.jit
+def from_centre(children, weight, centre, offset, i, j, m, S, T: tl.constexpr):
+    """Row m of the votes, less the centre's, whose negative is given: a product can begin with it, at some loss.
+
+    Shapes: [JB, BN, C, EH, JL, EL]
+    """
+    if T.PRECISION == "tf32x3":
+        votes = from_centre_again(children, weight, centre, offset, 0.0, i, j, m, S, T)
+    else:
+        votes = cast_votes(children[m], weight, first_votes(offset, centre[m], i, j, m, S, T), T)
+    return votes
 
 
 @triton.jit
@@ -94,14 +117,14 @@ def em_gather(
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
     gathered += tl.program_id(2).to(tl.int64) * S.N * S.I
-    middle, sharp = load_rows(centre, n, j, S, T), load_rows(precision, n, j, S, T)
+    middle, sharp = load_centre(centre, n, j, S, T), load_rows(precision, n, j, S, T)
     known = load_parents(score, n, j, float("-inf"), S, T)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
         squares = no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, i, j, m, S, T)
             squares += x * x * sharp[m]
         logits = known - 0.5 * over_entries(squares)
         top = tl.max(tl.max(logits, 3), 0)
@@ -119,7 +142,7 @@ def em_forward(
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
-    middle = load_rows(centre, n, j, S, T)
+    middle = load_centre(centre, n, j, S, T)
     if KIND == FITTED:
         sharp = load_rows(precision, n, j, S, T)
         known = load_parents(score, n, j, float("-inf"), S, T)
@@ -137,12 +160,15 @@ def em_forward(
         if KIND == FITTED:
             squares = no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+                x = from_centre(children, w, middle, offset, i, j, m, S, T)
                 squares += x * x * sharp[m]
             share *= tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
         new_once, new_twice = (), ()
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, nothing, i, j, m, S, T)
+            if KIND == FITTED:
+                x = from_centre_again(children, w, middle, offset, nothing, i, j, m, S, T)
+            else:
+                x = from_centre(children, w, middle, offset, i, j, m, S, T)
             weighted = to_entries(share) * x
             new_once = new_once + (once[m] + tl.sum(weighted, 2),)
             if SQUARES:
@@ -168,7 +194,7 @@ def em_backward_gather(
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
     d_gates += tl.program_id(2).to(tl.int64) * S.N * S.I
-    middle, sharp = load_rows(centre, n, j, S, T), load_rows(precision, n, j, S, T)
+    middle, sharp = load_centre(centre, n, j, S, T), load_rows(precision, n, j, S, T)
     d_once, d_twice = load_rows(d_first, n, j, S, T), load_rows(d_second, n, j, S, T)
     known, d_zeroth = load_parents(score, n, j, float("-inf"), S, T), load_parents(d_mass, n, j, 0.0, S, T)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
@@ -176,7 +202,7 @@ def em_backward_gather(
         children = load_children(poses, n, i, S, T)
         squares, slopes = no_entries(T), no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, i, j, m, S, T)
             squares += x * x * sharp[m]
             slopes += x * (d_once[m] + x * d_twice[m])
         d_share = over_entries(slopes) + d_zeroth
@@ -203,7 +229,7 @@ def em_backward(
         pairs = tl.program_id(0).to(tl.int64) * S.I * S.J
         d_weight += pairs * (T.A * T.E)
         d_offset += pairs * (T.M * T.E)
-    middle, d_once = load_rows(centre, n, j, S, T), load_rows(d_first, n, j, S, T)
+    middle, d_once = load_centre(centre, n, j, S, T), load_rows(d_first, n, j, S, T)
     if SQUARES:
         d_twice = load_rows(d_second, n, j, S, T)
         d_zeroth = load_parents(d_mass, n, j, 0.0, S, T)
@@ -225,7 +251,7 @@ def em_backward(
         if KIND == FITTED:
             squares = no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, 0.0, i, j, m, S, T)
+                x = from_centre(children, w, middle, offset, i, j, m, S, T)
                 squares += x * x * sharp[m]
                 slopes += x * (d_once[m] + x * d_twice[m])
             d_share = over_entries(slopes) + d_zeroth
@@ -235,22 +261,28 @@ def em_backward(
             zeroth += tl.sum(d_logit, 2)
         d_w = no_weight_gradient(T)
         new_once, new_twice = (), ()
-        for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, nothing, i, j, m, S, T)
-            if SQUARES:
-                slope = d_once[m] + x * d_twice[m]
-                grad = to_entries(share) * (slope + x * d_twice[m])
-            else:
-                slope = tl.broadcast_to(d_once[m], x.shape)
-                grad = to_entries(share) * slope
-            if KIND == FITTED:
-                weighted = to_entries(d_logit) * x
-                new_once = new_once + (once[m] + tl.sum(weighted, 2),)
-                new_twice = new_twice + (twice[m] + tl.sum(weighted * x, 2),)
-                grad -= weighted * sharp[m]
-            else:
-                slopes += x * slope
-            d_w = hand_down(grad, children[m], w, d_w, d_poses, d_offset, n, i, j, m, S, T, ATOMIC)
+        for top in tl.static_range(0, T.M, T.G):
+            grads = ()
+            for m in tl.static_range(top, top + T.G):
+                if KIND == FITTED:
+                    x = from_centre_again(children, w, middle, offset, nothing, i, j, m, S, T)
+                else:
+                    x = from_centre(children, w, middle, offset, i, j, m, S, T)
+                if SQUARES:
+                    slope = d_once[m] + x * d_twice[m]
+                    grad = to_entries(share) * (slope + x * d_twice[m])
+                else:
+                    slope = tl.broadcast_to(d_once[m], x.shape)
+                    grad = to_entries(share) * slope
+                if KIND == FITTED:
+                    weighted = to_entries(d_logit) * x
+                    new_once = new_once + (once[m] + tl.sum(weighted, 2),)
+                    new_twice = new_twice + (twice[m] + tl.sum(weighted * x, 2),)
+                    grad -= weighted * sharp[m]
+                else:
+                    slopes += x * slope
+                grads = grads + (grad,)
+            d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, top, S, T, ATOMIC)
         store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
         if KIND == FITTED:
             once, twice = new_once, new_twice

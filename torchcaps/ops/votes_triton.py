@@ -13,6 +13,7 @@ parents moves two numbers for each child.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,17 @@ from torchcaps.ops.votes import Votes
 from torchcaps.ops.windows import Window
 
 LEAST = tl.constexpr(-1e38)  # stands for the log of 0
+# Gradients of votes rounded to bfloat16 err about as much as rounding the result does. Among many results the largest
+# error hardly grows by it; among few it can, and there a second product, for what rounding left over, is cheap.
+FEW_PAIRS = 2**18
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
 
 class Tile(NamedTuple):
-    """What a kernel knows when it is compiled. Poses have M rows of A, votes M rows of E; AP and EH * EL are padded."""
+    """What a kernel knows when it is compiled. Poses have M rows of A, votes M rows of E; AP and EH * EL are padded.
+
+    Gradients of G rows are multiplied together; with SPLIT in two parts, the second being what rounding left over.
+    """
 
     M: int
     A: int
@@ -40,12 +47,14 @@ class Tile(NamedTuple):
     JL: int
     C: int
     BN: int
+    G: int
     KS: int
     SCRAMBLED: bool
     SHARING: int
     OFFSET: bool
     DT: tl.dtype
     PRECISION: str
+    SPLIT: bool
 
 
 class Space(NamedTuple):
@@ -145,18 +154,26 @@ def offset_at(i, j, m, S, T: tl.constexpr):
 
 
 @triton.jit
-def first_votes(offset, nothing, i, j, m, S, T: tl.constexpr):
-    """What votes are added to.
+def alone(x):
+    """A number as a tensor that broadcasts. Shapes: [] -> [1, 1, 1, 1, 1, 1]"""
+    return tl.zeros((1, 1, 1, 1, 1, 1), dtype=tl.float32) + x
 
-    Where they are made twice, `nothing`, which the compiler cannot know to be zero, keeps it from holding on to the
-    first ones, for which there are no registers.
+
+@triton.jit
+def first_votes(offset, start, i, j, m, S, T: tl.constexpr):
+    """What votes are added to: `start`, and the offset if there is one.
+
+    Where they are made twice, a `start` that the compiler cannot know keeps it from holding on to the first ones, for
+    which there are no registers.
+
+    Shapes: start broadcastable to [JB, BN, C, EH, JL, EL] -> [JB, BN, (c e j)]
     """
-    shape: tl.constexpr = (T.JB, T.BN, T.C * T.EH * T.JL * T.EL)
-    start = tl.full(shape, 0.0, tl.float32) + nothing
+    wide = tl.broadcast_to(start, (T.JB, T.BN, T.C, T.EH, T.JL, T.EL))
+    wide = tl.reshape(wide, (T.JB, T.BN, T.C * T.EH * T.JL * T.EL))
     if T.OFFSET:
         at, there = offset_at(i, j, m, S, T)
-        start += tl.load(offset + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
-    return start
+        wide += tl.load(offset + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
+    return wide
 
 
 @triton.jit
@@ -264,26 +281,70 @@ def add_up(x, value, there, ATOMIC: tl.constexpr):
 
 
 @triton.jit
-def hand_down(
-    grad, children, weight, d_weight, d_poses, d_offset, n, i, j, m, S, T: tl.constexpr, ATOMIC: tl.constexpr
-):
-    """Takes the gradient of row m of the votes to the poses; returns the weights', added to `d_weight`.
+def stacked(rows, T: tl.constexpr):
+    """G tensors as one. Shapes: G times [JB, BN, C, EH, JL, EL] -> [JB, (g n), (c e j)]"""
+    if T.G == 4:
+        x = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))
+        x = tl.permute(x, (0, 7, 6, 1, 2, 3, 4, 5))
+    elif T.G == 2:
+        x = tl.permute(tl.join(rows[0], rows[1]), (0, 6, 1, 2, 3, 4, 5))
+    else:
+        x = rows[0]
+    return tl.reshape(x, (T.JB, T.G * T.BN, T.C * T.EH * T.JL * T.EL))
 
-    Shapes: grad [JB, BN, C, EH, JL, EL], d_weight [JB, (c a), (c e j)] and on the diagonal only, d_poses [n, i, p],
-        d_offset [i, j, d]
+
+@triton.jit
+def onto_children(grad, weight, T: tl.constexpr):
+    """Shapes: [JB, (g n), (c e j)], [JB, (c a), (c e j)] -> [(g n), (c a)]"""
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    if T.G == 4:  # tall enough for a product that reads from shared memory, where it adds up over all warps' parents
+        grad = tl.reshape(tl.permute(grad, (1, 0, 2)), (T.G * T.BN, T.JB * columns))
+        weight = tl.reshape(tl.permute(weight, (0, 2, 1)), (T.JB * columns, T.C * T.AP))
+        d_children = tl.dot(grad, weight, input_precision=T.PRECISION)
+    else:
+        d_children = tl.sum(tl.dot(grad, tl.permute(weight, (0, 2, 1)), input_precision=T.PRECISION), 0)
+    return d_children
+
+
+@triton.jit
+def hand_down(
+    grads, poses, weight, d_weight, d_poses, d_offset, n, i, j, first, S, T: tl.constexpr, ATOMIC: tl.constexpr
+):
+    """Takes the gradients of G rows of the votes to the poses; returns the weights', added to `d_weight`.
+
+    Several rows go together, as if they were windows, for each time all warps have to wait for each other.
+
+    Shapes: grads G times [JB, BN, C, EH, JL, EL], d_weight [JB, (c a), (c e j)] and on the diagonal only,
+        d_poses [n, i, p], d_offset [i, j, d]
     """
-    grad = tl.reshape(grad, (T.JB, T.BN, T.C * T.EH * T.JL * T.EL))
-    if T.OFFSET:
-        at, there = offset_at(i, j, m, S, T)
-        add_up(d_offset + at, tl.sum(grad, 1), there, ATOMIC)
-    grad = rounded(grad, T)
-    d_children = tl.sum(tl.dot(grad, tl.permute(weight, (0, 2, 1)), input_precision=T.PRECISION), 0)
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    upper, lower = (), ()
+    for m in tl.static_range(T.G):
+        if T.OFFSET:
+            at, there = offset_at(i, j, first + m, S, T)
+            add_up(d_offset + at, tl.sum(tl.reshape(grads[m], (T.JB, T.BN, columns)), 1), there, ATOMIC)
+        upper = upper + (rounded(grads[m], T),)
+        if T.SPLIT:
+            lower = lower + (rounded(grads[m] - upper[m].to(tl.float32), T),)
+    grad = stacked(upper, T)
+    d_children = onto_children(grad, weight, T)
+    if T.SPLIT:
+        rest = stacked(lower, T)
+        d_children += onto_children(rest, weight, T)
     k = tl.arange(0, T.C * T.AP)[None, :]
     child, a = i + k // T.AP, k % T.AP
+    row = tl.arange(0, T.G * T.BN)[:, None]
+    n = tl.reshape(tl.broadcast_to(n[None, :], (T.G, T.BN)), (T.G * T.BN,))
     there = (n < S.N)[:, None] & (child < S.I) & (a < T.A)
-    at = (n.to(tl.int64)[:, None] * S.I + child) * (T.M * T.A) + m * T.A + a
+    at = (n.to(tl.int64)[:, None] * S.I + child) * (T.M * T.A) + (first + row // T.BN) * T.A + a
     tl.store(d_poses + at, d_children.to(d_poses.dtype.element_ty), mask=there)
-    return tl.dot(tl.permute(children, (0, 2, 1)), grad, d_weight, input_precision=T.PRECISION)
+    at, there = children_at(n, i, first + row // T.BN, S, T)
+    children = rounded(tl.load(poses + at, mask=there, other=0.0), T)
+    children = tl.broadcast_to(tl.permute(children, (1, 0))[None], (T.JB, T.C * T.AP, T.G * T.BN))
+    d_weight = tl.dot(children, grad, d_weight, input_precision=T.PRECISION)
+    if T.SPLIT:
+        d_weight = tl.dot(children, rest, d_weight, input_precision=T.PRECISION)
+    return d_weight
 
 
 @triton.jit
@@ -299,31 +360,37 @@ def store_weight_gradient(x, grad, i, j, S, T: tl.constexpr, ATOMIC: tl.constexp
 
 
 @triton.jit
-def fold(windows, poses, blocks, B, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+def window_over(y, x, tap, there, S, KS: tl.constexpr, STRIDE: tl.constexpr):
+    """The site whose window has a place in its tap-th entry, and whether there is one."""
+    row, col = y - tap // KS, x - tap % KS
+    seen = there & (row >= 0) & (col >= 0) & (row % STRIDE == 0) & (col % STRIDE == 0)
+    row, col = row // STRIDE, col // STRIDE
+    return row * S.X + col, seen & (row < S.Y) & (col < S.X)
+
+
+@triton.jit
+def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Adds up what each child got from all blocks of parents in all its windows.
 
     Shapes: windows [blocks, n, (c k k), p] -> poses [b, h, w, c, p]
     """
     P: tl.constexpr = T.M * T.A
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    p, c, x, y = at % P, at // P % CAPS, at // (P * CAPS) % W, at // (P * CAPS * W) % H
-    image = at // (P * CAPS * W * H)
-    there = image < B
+    image = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p, c, x, y = at % P, at // P % CAPS, at // (P * CAPS) % W, at // (P * CAPS * W)
+    windows += image * (S.Y * S.X * S.I * P)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tap in tl.static_range(T.KS * T.KS):
-        row, col = y - tap // T.KS, x - tap % T.KS
-        seen = there & (row >= 0) & (col >= 0) & (row % STRIDE == 0) & (col % STRIDE == 0)
-        row, col = row // STRIDE, col // STRIDE
-        seen = seen & (row < S.Y) & (col < S.X)
-        site, entry = row * S.X + col, p
-        if T.SCRAMBLED:
-            flat = p * (S.Y * S.X) + site
-            site, entry = flat // P, flat % P
-        source = ((image * (S.Y * S.X) + site) * S.I + c * (T.KS * T.KS) + tap) * P + entry
-        for _ in range(blocks):
+    for _ in range(blocks):
+        for tap in tl.static_range(T.KS * T.KS):
+            site, seen = window_over(y, x, tap, y < H, S, T.KS, STRIDE)
+            entry = p
+            if T.SCRAMBLED:
+                flat = p * (S.Y * S.X) + site
+                site, entry = flat // P, flat % P
+            source = (site * S.I + c * (T.KS * T.KS) + tap) * P + entry
             total += tl.load(windows + source, mask=seen, other=0.0).to(tl.float32)
-            source += tl.cast(S.N, tl.int64) * S.I * P
-    tl.store(poses + at, total.to(poses.dtype.element_ty), mask=there)
+        windows += tl.cast(S.N, tl.int64) * S.I * P
+    tl.store(poses + image * (H * W * CAPS * P) + at, total.to(poses.dtype.element_ty), mask=y < H)
 
 
 @triton.jit
@@ -332,21 +399,19 @@ def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG:
 
     Shapes: x [blocks, n, (c k k)] -> out [n, (c k k)]
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    child, n = at % S.I, at // S.I
-    there = n < S.N
+    image = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    child, site = at % S.I, at // S.I
     sites = S.Y * S.X
-    site, image = n % sites, n // sites
-    y, x_ = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
+    there = site < sites
+    x += image * (sites * S.I)
+    down, right = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
     top = tl.full((BLOCK,), LEAST, tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tap in range(KS * KS):
-        row, col = y - tap // KS, x_ - tap % KS
-        seen = there & (row >= 0) & (col >= 0) & (row % STRIDE == 0) & (col % STRIDE == 0)
-        row, col = row // STRIDE, col // STRIDE
-        seen = seen & (row < S.Y) & (col < S.X)
-        source = (image * sites + row * S.X + col) * S.I + child // (KS * KS) * (KS * KS) + tap
-        for _ in range(blocks):
+    for _ in range(blocks):
+        for tap in range(KS * KS):
+            source, seen = window_over(down, right, tap, there, S, KS, STRIDE)
+            source = source * S.I + child // (KS * KS) * (KS * KS) + tap
             if LOG:
                 value = tl.load(x + source, mask=seen, other=LEAST)
                 new = tl.maximum(top, value)
@@ -354,10 +419,10 @@ def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG:
                 top = new
             else:
                 total += tl.load(x + source, mask=seen, other=0.0)
-            source += tl.cast(S.N, tl.int64) * S.I
+        x += tl.cast(S.N, tl.int64) * S.I
     if LOG:
         total = top + tl.log(total)
-    tl.store(out + at, total, mask=there)
+    tl.store(out + image * (sites * S.I) + at, total, mask=there)
 
 
 class Plan(NamedTuple):
@@ -401,6 +466,7 @@ def plan(
     block: int | None = None,
     low: int | None = None,
     wide: int = 64,
+    together: int | None = None,
     stages: int = 2,
     registers: int | None = None,
     programs: int = 1024,
@@ -411,6 +477,7 @@ def plan(
         block: parents in a program; fewer where poses are large, for a thread has no more than 255 registers.
         low: of them in a warp, 2, 4 or 8.
         wide: columns of a product in a warp, over children and entries.
+        together: rows whose gradients are multiplied at once, 1, 2 or 4.
         programs: enough to keep every multiprocessor busy to the end.
     """
     _, size, parents, columns = votes.weight.shape
@@ -419,13 +486,16 @@ def plan(
     y, x = votes.lead[1:] if votes.window is not None else (1, 1)
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
     large = votes.rows * triton.next_power_of_2(columns) > 32
+    dtype, precision = precision_of(votes.products)
+    if together is None:
+        together = 4 if dtype == tl.bfloat16 else 2 if precision == "tf32" else 1
     low = (2 if large else 4) if low is None else low
     block = (16 if large else 32) if block is None else block
     entries = max(8 // low, triton.next_power_of_2(columns))
     padded = triton.next_power_of_2(size)
     children = max(1, min(16 // padded, wide // (entries * low)))
     high = max(1, min(block, triton.next_power_of_2(parents)) // low)
-    dtype, precision = precision_of(votes.products)
+    n = math.prod(votes.lead)
     tile = Tile(
         M=votes.rows,
         A=size,
@@ -437,16 +507,15 @@ def plan(
         JL=low,
         C=children,
         BN=16,
+        G=math.gcd(votes.rows, together),
         KS=window.kernel_size,
         SCRAMBLED=window.scrambled,
         SHARING=votes.sharing,
         OFFSET=votes.offset is not None,
         DT=dtype,
         PRECISION=precision,
+        SPLIT=votes.products == torch.bfloat16 and n * votes.in_caps * parents < FEW_PAIRS,
     )
-    n = 1
-    for number in votes.lead:
-        n *= number
     over_windows, over_parents = triton.cdiv(n, tile.BN), triton.cdiv(parents, high * low)
     splits = max(1, min(triton.cdiv(programs, over_windows * over_parents), triton.cdiv(votes.in_caps, 8 * children)))
     per_split = triton.cdiv(triton.cdiv(votes.in_caps, splits), children) * children
@@ -470,9 +539,9 @@ def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | No
     assert window is not None
     b, c, p, h, w = poses.shape
     folded = torch.empty(b, h, w, c, p, dtype=windows.dtype, device=poses.device)
-    block = 1024
-    grid = (triton.cdiv(folded.numel(), block),)
-    fold[grid](windows, folded, len(windows), b, h, w, c, plan.space, plan.tile, window.stride, block)
+    block = 512
+    grid = (b, triton.cdiv(h * w * c * p, block))
+    fold[grid](windows, folded, len(windows), h, w, c, plan.space, plan.tile, window.stride, block)
     return folded.permute(0, 3, 4, 1, 2)
 
 
@@ -480,7 +549,8 @@ def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, log: bool = F
     """Shapes: x [blocks, n, i] -> [n, i]"""
     window = window or Window(1)
     out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
-    block = 1024
-    grid = (triton.cdiv(out.numel(), block),)
+    block = 512
+    sites = plan.space.Y * plan.space.X
+    grid = (plan.space.N // sites, triton.cdiv(sites * plan.space.I, block))
     over_windows[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
     return out
