@@ -37,30 +37,31 @@ def unwritten_is_nan(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def channels_last(*shape):
-    b, c, p, h, w = shape
-    return torch.randn(b, h, w, c, p).permute(0, 3, 4, 1, 2)
-
-
 SIZES = {  # poses, weight [g, a, j, e], window
-    "vectors": (torch.randn(3, 6, 8), (6, 8, 10, 16), None),
-    "matrices": (torch.randn(17, 17, 16), (17, 4, 5, 4), None),
-    "batch of 1": (torch.randn(1, 5, 16), (5, 4, 32, 4), None),
-    "36 dims": (torch.randn(2, 5, 36), (5, 6, 7, 6), None),
-    "one parent": (torch.randn(2, 5, 3), (5, 3, 1, 5), None),
-    "many parents": (torch.randn(2, 5, 4), (5, 2, 70, 2), None),
-    "large poses": (torch.randn(2, 3, 40), (3, 40, 3, 20), None),
-    "every other child": (torch.randn(2, 10, 16)[:, ::2], (5, 4, 3, 4), None),
-    "windows": (torch.randn(2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
-    "overlapping": (torch.randn(1, 2, 4, 4, 5), (8, 2, 3, 2), Window(2, 1)),
-    "channels last": (channels_last(2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
-    "scrambled": (torch.randn(1, 2, 4, 5, 4), (8, 2, 3, 2), Window(2, 1, True)),
+    "vectors": ((3, 6, 8), (6, 8, 10, 16), None),
+    "matrices": ((17, 17, 16), (17, 4, 5, 4), None),
+    "batch of 1": ((1, 5, 16), (5, 4, 32, 4), None),
+    "36 dims": ((2, 5, 36), (5, 6, 7, 6), None),
+    "one parent": ((2, 5, 3), (5, 3, 1, 5), None),
+    "many parents": ((2, 5, 4), (5, 2, 70, 2), None),
+    "large poses": ((2, 3, 40), (3, 40, 3, 20), None),
+    "every other child": ((2, 5, 16), (5, 4, 3, 4), None),
+    "windows": ((2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
+    "overlapping": ((1, 2, 4, 4, 5), (8, 2, 3, 2), Window(2, 1)),
+    "channels last": ((2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
+    "scrambled": ((1, 2, 4, 5, 4), (8, 2, 3, 2), Window(2, 1, True)),
+}
+
+
+DRAWN = {  # in another way than contiguous
+    "every other child": lambda b, i, p: torch.randn(b, 2 * i, p)[:, ::2],
+    "channels last": lambda b, c, p, h, w: torch.randn(b, h, w, c, p).permute(0, 3, 4, 1, 2),
 }
 
 
 def drawn(case):
-    poses, weight, window = SIZES[case]
-    weight = torch.randn(weight)
+    shape, weight, window = SIZES[case]
+    poses, weight = DRAWN.get(case, torch.randn)(*shape), torch.randn(weight)
     votes = Votes(poses, weight, window)
     return window, [x.to(DEVICE) for x in (poses, weight, torch.randn(*votes.lead, votes.parents, votes.dim))]
 
