@@ -77,6 +77,17 @@ def test_it_goes_on_from_a_checkpoint(small):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
+def test_strides_that_mean_nothing_make_no_difference(small, monkeypatch):
+    weight = nn.Parameter(torch.randn(3, 1, 5, 5, device=DEVICE).as_strided((3, 1, 5, 5), (25, 1, 5, 1)))
+    optimizer = small([weight], torch.tensor(1e-2, device=DEVICE), capturable=CUDA)
+    calls = []
+    monkeypatch.setattr(Adam, "step", lambda self, step=Adam.step: (calls.append(1), step(self)))
+    for _ in range(3):
+        weight.grad = torch.ones(3, 1, 5, 5, device=DEVICE).as_strided((3, 1, 5, 5), (25, 25, 5, 1))
+        optimizer.step()
+    assert len(calls) == 1
+
+
 def test_many_weights_go_through_torch(small, monkeypatch):
     from torchcaps.fused import adam_triton
 

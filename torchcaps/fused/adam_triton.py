@@ -103,11 +103,15 @@ def _trained(group: dict[str, Any]) -> list[Tensor]:
 
 def _alike(weight: Tensor, *others: Any) -> bool:
     """Whether all are float32, without gaps, and lie in memory in the same order."""
-    return (
-        weight.dtype == torch.float32
-        and torch.empty_like(weight, device="meta").stride() == weight.stride()
-        and all(x.dtype == torch.float32 and x.stride() == weight.stride() for x in others)
+    order = _order(weight)
+    return _order(torch.empty_like(weight, device="meta")) == order and all(
+        x.dtype == torch.float32 and _order(x) == order for x in (weight, *others)
     )
+
+
+def _order(x: Tensor) -> list[int]:
+    """Strides but for those of dimensions of size 1, which mean nothing: cuDNN's gradients have others there."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
 
 
 def _chunks(places: list[int], sizes: list[int]) -> list[list[int]]:
