@@ -71,7 +71,7 @@ First 2017, table 1: test error (%)
 row                               metric          paper           ours  n  standard error  epoch          a run took
 ---------------------------------------------------------------------------------------------------------------------
 three (1) (2)                     error %  0.25 ± 0.005  0.260 ± 0.028  2            0.05  last 10 of 10  75 s on cpu
-  3 of 10 epochs                                                 0.440  1            0.05  last 3 of 10   2.5 h
+  3 of 10 epochs, shortened                                      0.440  1            0.05  last 3 of 10   2.5 h
   lr = 0.5, model_args.r = 1 (3)                                 0.550  1            0.05  last 10 of 10
 one (1) (4)                       error %          0.29        not run
 Others, 2016                                       0.31          cited
@@ -330,6 +330,8 @@ def test_an_ensemble_goes_to_the_row_that_counts_it():
     assert next(line for line in render(other, lines).splitlines() if line.startswith("pair")).split()[-7] == "0.110"
     assert "### Other" in render_readme_section(lines, [first, other])
     assert "### Other" not in render_readme_section(lines[:1], [first, other])
+    assert "| three" in render_readme_section(lines[:1], [first, other])
+    assert "| together" not in render_readme_section(lines[:1], [first, other])
     changed = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, lr=0.5))
     assert "not run" in render(other, [changed])
     assert "lr = 0.5, an ensemble of 2" in render(first, [changed])

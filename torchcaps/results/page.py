@@ -17,7 +17,7 @@ from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result
 from torchcaps.results.plan import BESIDE_OURS, BOTH, GROUPS, Entry, Group
 from torchcaps.results.sheet import escaped
-from torchcaps.results.tables import assumed, cell_of, is_ensemble_for, remarks, took, variation
+from torchcaps.results.tables import assumed, cell_of, fewer_images, is_ensemble_for, remarks, took, variation
 
 HEADINGS = ("row", "metric", "paper", "ours", "n", "protocol", "epochs", "a run took", "commit")
 RIGHT = {"paper", "ours", "n"}
@@ -149,9 +149,9 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
         short = first.shortened
         if first.epochs != first.planned:
             epochs += f" of {first.planned}"
-        full, images = recipe.samples, first.recipe.get("samples")
-        if full and images and images < full:
-            epochs, short = f"{epochs}, each of {images:,} images instead of {full:,}", True
+        if fewer_images(recipe, first):
+            epochs += f", each of {first.recipe['samples']:,} images instead of {recipe.samples:,}"
+            short = True
         epochs += ", shortened" * short
     commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     return _protocol(recipes.from_dict(first.recipe)), epochs, took(runs), commits

@@ -44,9 +44,10 @@ def render(table: Any, results: Iterable[Result], format: str = "text") -> str:
 
 
 def render_readme_section(results: Sequence[Result], tables: Iterable[Any] | None = None) -> str:
-    """The tables of which something has been run, between two markers."""
+    """The rows of which something has been run, in their tables, between two markers."""
     tables = recipes.tables().values() if tables is None else tables
-    parts = [render(table, results, "markdown") for table in tables if any(_by_row(table, results).values())]
+    ran = [table for table in tables if any(_by_row(table, results).values())]
+    parts = [FORMATS["markdown"](_sheet(table, list(results), everything=False)) for table in ran]
     return "\n".join([BEGIN, "", *(parts or ["Nothing has been run yet.\n"]), END])
 
 
@@ -73,10 +74,12 @@ def _around(text: str) -> tuple[str, str]:
     return before, after
 
 
-def _sheet(table: Any, results: list[Result]) -> Sheet:
+def _sheet(table: Any, results: list[Result], everything: bool = True) -> Sheet:
     found, sheet = _by_row(table, results), Sheet(table.TITLE)
     sheet.legend = LEGEND if any(found.values()) else ""
     for row, recipe in table.ROWS.items():
+        if not (everything or found[row]):
+            continue
         groups: dict[str, dict[Any, Result]] = {}
         for result in found[row]:
             groups.setdefault(variation(recipe, result), {})[result.seed, result.members] = result
@@ -89,8 +92,9 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
         for label, group in groups.items():
             runs = list(group.values())
             said = [sheet.note(text) for text in remarks(runs)]
+            label += ", shortened" * (runs[0].shortened or fewer_images(recipe, runs[0]))
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
-    for row, printed in getattr(table, "CITED", {}).items():
+    for row, printed in getattr(table, "CITED", {}).items() if everything else ():
         sheet.lines.append(Line((row, "", str(printed), "cited", "", "", "", ""), kind="cited"))
     strangers = sorted(found.keys() - table.ROWS.keys())
     if strangers:
@@ -127,6 +131,12 @@ def variation(recipe: recipes.Recipe, result: Result) -> str:
     elif together and not result.members:
         changes.append("members alone")
     return ", ".join(changes)
+
+
+def fewer_images(recipe: recipes.Recipe, result: Result) -> bool:
+    """Whether an epoch has fewer images than the row's."""
+    images = result.recipe.get("samples")
+    return bool(recipe.samples and images and images < recipe.samples)
 
 
 def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
