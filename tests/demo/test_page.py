@@ -257,6 +257,63 @@ def test_two_laid_over_each_other_are_both_seen(watched):
         watched.choose(NETWORK)
 
 
+def test_a_network_of_pairs_shows_a_pair_and_says_what_it_knows(browser, server):
+    page = Watched(browser, server, viewport={"width": 1280, "height": 1100})
+    page.choose("efficient_capsnet_multimnist")
+    assert page.page.get_attribute("[data-tab=overlay]", "aria-selected") == "true"
+    assert set(page.text("found").split(" + ")) == {"2", "4"}
+    assert page.page.is_hidden("#tc-note")
+    page.tab("sample")
+    page.settle()
+    assert page.text("note") == f"This network has only ever seen two at a time; {NETWORK} reads one."
+    page.choose(NETWORK)
+    assert page.page.is_hidden("#tc-note")
+    page.tab("overlay")
+    page.settle()
+    assert page.text("choose-text").endswith("learnt one at a time; efficient_capsnet_multimnist tells two apart.")
+    assert not page.complaints
+    page.page.close()
+
+
+def test_what_is_shown_belongs_to_the_tab(watched):
+    watched.tab("sample")
+    watched.page.click("#tc-thumbs button[data-index='42']")
+    watched.tab("draw")
+    watched.page.click("#tc-clear")
+    watched.says("empty")
+    assert watched.text("drawn-text") == "reconstruction"
+    assert watched.text("coupling-text") == "coupling"
+    watched.tab("sample")
+    watched.settle()
+    assert watched.page.is_hidden("#tc-toast")
+    assert watched.text("found") == "7"
+    watched.tab("draw")
+    watched.settle()
+    assert watched.text("found-text") == "nothing yet"
+
+
+def test_other_pictures_take_the_place_of_the_example(browser, server, plain):
+    """A page whose canvas shows an example of one data set does not read it as one of another."""
+    page = Watched(browser, server, viewport={"width": 1280, "height": 1100})
+    look = "document.querySelector('#tc-canvas').toDataURL()"
+    page.page.wait_for_function(f"{look}.length > 3000")
+    before = page.page.evaluate(look)
+    page.choose(plain.name)
+    page.page.wait_for_function(f"(before) => {look} !== before", arg=before)
+    assert page.picture("seen").shape == (8, 8)
+    page.page.close()
+
+
+def test_a_server_that_is_gone_is_missed(browser, server):
+    page = Watched(browser, server, viewport={"width": 1280, "height": 1100})
+    page.page.context.set_offline(True)
+    page.tab("sample")
+    page.page.click("#tc-thumbs button[data-index='12']")
+    assert page.says("no answer") == "The page gets no answer; is torchcaps demo still running?"
+    assert page.text("found-text") == "nothing yet"
+    page.page.close()
+
+
 def upload(watched, content, name="picture.png"):
     watched.tab("upload")
     watched.page.set_input_files("#tc-file", {"name": name, "mimeType": "image/png", "buffer": content})

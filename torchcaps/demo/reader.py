@@ -107,6 +107,7 @@ class Reader:
             "classes": list(self.class_names),
             "dim": dim,
             "decoder": self.decoder,
+            "data": self.data,
             "digits": self.digits,
             "objects": self.objects,
             "labels": labels,

@@ -18,6 +18,7 @@ from torchcaps.data import Split
 from torchcaps.data.cache import is_cached
 from torchcaps.demo.reader import Reader
 from torchcaps.models.pretrained import find_shipped, shipped
+from torchcaps.models.registry import find_preset
 from torchcaps.predictor import Predictor
 from torchcaps.runs import Opened, open_run
 
@@ -31,15 +32,20 @@ class Shelf:
         self._lock = Lock()
         self._opened: dict[str, Reader] = {}
         self._closed: dict[str, Callable[[], Reader]] = {}
+        self._reads: dict[str, tuple[int, tuple[str, ...]]] = {}  # how many objects, of which classes
         for folder in runs:
             name = _short(Path(folder))
             count = sum(name == other.split(" (")[0] for other in self._opened)
             name += f" ({count + 1})" if count else ""
-            self._opened[name] = as_reader(open_run(folder, device="cpu"), name)
+            reader = self._opened[name] = as_reader(open_run(folder, device="cpu"), name)
+            self._reads[name] = reader.objects, reader.class_names
         for name in sorted(shipped(), key=lambda name: find_shipped(name).class_names != DIGITS):
             if name not in {str(run) for run in runs} or Path(name).is_dir():
                 title = name if name not in self._opened else f"{name} (shipped)"
                 self._closed[title] = partial(open_shipped, name, title)
+                found = find_shipped(name)
+                options = {**find_preset(found.preset).options, **found.options}
+                self._reads[title] = options.get("objects", 1), found.class_names
         if not self.names:
             raise ValueError(
                 "there are no trained weights to show; torchcaps quick trains a network in three minutes, and "
@@ -48,14 +54,20 @@ class Shelf:
 
     @property
     def names(self) -> list[str]:
-        return [*self._opened, *(name for name in self._closed if name not in self._opened)]
+        return list(self._reads)
 
     def about(self, name: str) -> dict[str, Any]:
         """What the page must know of a network, and of the others."""
-        several = [other for other in self.names if "multi" in other]
-        choose = f"; {several[0]} tells two apart" if several else ""
-        pairs = f" This network has learnt one at a time{choose}."
-        return {"names": self.names, "pairs": pairs, **self[name].about()}
+        own = self[name]
+        others = [(other, seen) for other, (seen, classes) in self._reads.items() if classes == own.class_names]
+        several = next((f"; {other} tells two apart" for other, seen in others if seen > 1), "")
+        one = next((f"; {other} reads one" for other, seen in others if seen == 1), "")
+        return {
+            "names": self.names,
+            "pairs": f" This network has learnt one at a time{several}.",
+            "alone": f"This network has only ever seen two at a time{one}.",
+            **own.about(),
+        }
 
     def __getitem__(self, name: str) -> Reader:
         with self._lock:

@@ -1,11 +1,11 @@
 const $ = (id) => element.querySelector("#tc-" + id);
 const root = element.querySelector("#tc"), canvas = $("canvas"), pen = canvas.getContext("2d", { willReadFrequently: true });
-const state = { model: null, about: null, tab: "draw", source: null, capsule: null, pair: [], picked: null };
-let example = false, strokes = 0, busy = false, again = false, answer = null, way = null, wayKey = "", timer = 0;
+const state = { model: null, about: null, tab: "draw", source: null, capsule: null, pair: [], picked: null, uploaded: null };
+let example = null, strokes = 0, busy = false, again = false, answer = null, way = null, wayKey = "", timer = 0;
 
 const WAYS = { turn: ["turn", "°"], right: ["shift right", " px"], down: ["shift down", " px"] };
 const tell = (id, text) => { $(id).textContent = text; $(id).hidden = !text; };
-const say = (text) => tell("toast", text && text[0].toUpperCase() + text.slice(1).replace(/[.]?$/, "."));
+const say = (text) => tell("toast", text && text[0].toUpperCase() + text.slice(1).replace(/([^.?!])$/, "$1."));
 const all = (query) => Array.from(element.querySelectorAll(query));
 const moves = () => ({ turn: +$("turn").value, right: +$("right").value, down: +$("down").value });
 const bend = () => all("#tc-sliders input").map((slider) => +slider.value);
@@ -13,10 +13,11 @@ const nameOf = (k) => state.about.classes[k];
 
 async function call(name, request) {
   try {
-    return await server[name](request);
-  } catch (error) {
-    return { error: "the page gets no answer; is torchcaps demo still running?" };
-  }
+    const late = new Promise((_, refuse) => setTimeout(refuse, 10000));
+    const got = await Promise.race([server[name](request), late]);
+    if (got) return got;
+  } catch (error) { /* said below */ }
+  return { error: "the page gets no answer; is torchcaps demo still running?" };
 }
 
 async function open(name) {
@@ -27,20 +28,20 @@ async function open(name) {
   state.model = about.name;
   state.capsule = null;
   $("model").replaceChildren(...about.names.map((each) => new Option(each, each, false, each === about.name)));
-  say("");
-  tell("note", about.note);
+  $("lead").textContent = (about.digits ? "Draw a digit" : "Choose a picture") + ", see which capsules read it, and bend them.";
   makeBars();
   makeThumbs();
   makeSliders();
-  const digits = (each) => each && each.labels.length && each.labels.join() === about.labels.join();
-  if (!before) showExample();
-  else if (state.source && state.source.kind !== "drawing" && state.source.kind !== "upload" && !digits(before)) {
+  const mnist = (each) => each.digits && each.data.includes("mnist");
+  const same = before && before.labels.join() === about.labels.join() && (before.data === about.data || (mnist(before) && mnist(about)));
+  if (!same) {
     state.pair = [];
     state.picked = null;
-    state.source = null;
+    if (!strokes) showExample();
   }
   root.dataset.model = about.name;
-  ask();
+  const undrawn = state.tab === "draw" && !strokes && example === null && about.labels.length;
+  turnTo(about.objects > 1 ? "overlay" : undrawn ? "sample" : state.tab);
 }
 
 /* A request is under way at most once; what changed meanwhile is asked for when it is back. */
@@ -89,7 +90,7 @@ function show(got, milliseconds) {
   root.dataset.milliseconds = Math.round(milliseconds);
   const found = got.found.map(nameOf), words = got.none ? "none of these" : found.join(" + ");
   const lengths = (found.length > 1 ? "lengths " : "length ") + got.found.map((k) => got.lengths[k].toFixed(2)).join(", ");
-  $("found").textContent = words;
+  $("found").textContent = $("chip").textContent = words;
   $("found").classList.toggle("tc-long", words.length > 6);
   $("found").classList.toggle("tc-none", got.none);
   $("found-text").textContent = got.none ? "nearest is " + found.join(" + ") + ", " + lengths : lengths;
@@ -120,7 +121,9 @@ function blank() {
   $("found").classList.remove("tc-long", "tc-none");
   $("found-text").textContent = "nothing yet";
   for (const id of ["seen", "drawn", "coupling", "bent"]) put(id, null);
-  $("bend-name").textContent = "";
+  const captions = { drawn: "reconstruction", coupling: "coupling", bent: "as it is" };
+  for (const id in captions) $(id + "-text").textContent = captions[id];
+  $("bend-name").textContent = $("chip").textContent = "";
   fillBars();
   drawPath();
 }
@@ -197,18 +200,21 @@ function where(event) {
 function clear() {
   pen.fillStyle = "#000";
   pen.fillRect(0, 0, canvas.width, canvas.height);
-  example = false;
+  example = null;
   strokes = 0;
 }
 
+const drawing = () => ({ kind: "drawing", picture: canvas.toDataURL("image/png") });
+const sample = (index) => ({ kind: "sample", index });
+
 function send() {
-  state.source = { kind: "drawing", picture: canvas.toDataURL("image/png") };
+  state.source = drawing();
   ask();
 }
 
 let last = null, soon = 0;
 canvas.addEventListener("pointerdown", (event) => {
-  if (example || !strokes) { clear(); straighten(); }
+  if (example !== null || !strokes) { clear(); straighten(); }
   strokes += 1;
   $("hint").hidden = true;
   canvas.setPointerCapture(event.pointerId);
@@ -245,18 +251,20 @@ function showExample() {
   clear();
   const count = state.about.labels.length;
   if (!count || !state.about.digits) { $("hint").hidden = false; return; }
-  const sprite = new Image(), index = state.about.labels.indexOf(Math.min(7, count - 1));
+  const sprite = new Image(), index = oneOf(7);
   sprite.onload = () => {
+    if (example !== index) return;
     const side = sprite.naturalHeight / count;
     pen.drawImage(sprite, 0, index * side, sprite.naturalWidth, side, 0, 0, canvas.width, canvas.height);
-    example = true;
   };
   sprite.src = state.about.samples;
   $("hint").hidden = true;
-  state.source = { kind: "sample", index };
+  example = index;
 }
 
 /* Choosing */
+const oneOf = (label) => Math.max(0, state.about.labels.indexOf(label));
+
 function makeThumbs() {
   const { labels, samples, classes } = state.about, each = labels.filter((label) => label === labels[0]).length;
   $("thumbs").style.setProperty("--columns", Math.min(10, Math.max(5, classes.length)));
@@ -279,17 +287,24 @@ function pick(index) {
   straighten();
   if (state.tab === "overlay") {
     state.pair = state.pair.length === 2 ? [index] : [...state.pair, index];
-    state.source = state.pair.length === 2 ? overlay() : { kind: "sample", index };
   } else {
     state.picked = index;
-    state.source = { kind: "sample", index };
   }
+  state.source = shown();
   markThumbs();
   ask();
 }
 
 function overlay() {
   return { kind: "overlay", first: state.pair[0], second: state.pair[1], apart: +$("apart").value };
+}
+
+/* What the open tab has to read. */
+function shown() {
+  if (state.tab === "draw") return strokes ? drawing() : example === null ? null : sample(example);
+  if (state.tab === "upload") return state.uploaded;
+  if (state.tab === "overlay") return state.pair.length === 2 ? overlay() : state.pair.length ? sample(state.pair[0]) : null;
+  return state.picked === null ? null : sample(state.picked);
 }
 
 function markThumbs() {
@@ -310,8 +325,14 @@ function turnTo(tab) {
   const panel = tab === "sample" || tab === "overlay" ? "choose" : tab;
   for (const each of all("[data-panel]")) each.hidden = each.dataset.panel !== panel;
   $("apart-row").hidden = tab !== "overlay";
-  if (state.about) markThumbs();
-  if (tab === "draw" && strokes) send();
+  if (!state.about) return;
+  if (state.about.labels.length && state.picked === null) state.picked = oneOf(7);
+  if (state.about.labels.length > 1 && !state.pair.length) state.pair = [oneOf(2), oneOf(4)];
+  say("");
+  tell("note", [state.about.note, state.about.objects > 1 && tab !== "overlay" ? state.about.alone : ""].join(" ").trim());
+  markThumbs();
+  state.source = shown();
+  ask();
 }
 for (const button of all("[data-tab]")) button.addEventListener("click", () => turnTo(button.dataset.tab));
 $("apart").addEventListener("input", () => {
@@ -322,9 +343,9 @@ $("apart").addEventListener("input", () => {
 /* Uploading */
 function take(file) {
   if (!file) return;
-  if (file.size > 10e6) { state.source = null; blank(); return say("this file is larger than 10 MB; make the picture smaller"); }
+  if (file.size > 10e6) { state.source = state.uploaded = null; blank(); return say("this file is larger than 10 MB; make the picture smaller"); }
   const reader = new FileReader();
-  reader.onload = () => { straighten(); state.source = { kind: "upload", picture: reader.result }; ask(); };
+  reader.onload = () => { straighten(); state.source = state.uploaded = { kind: "upload", picture: reader.result }; ask(); };
   reader.onerror = () => say("this file cannot be read");
   reader.readAsDataURL(file);
 }
