@@ -10,10 +10,10 @@ import torch
 import torchcaps.finish as ending
 from torchcaps import recipes
 from torchcaps.data import DataSet, load
-from torchcaps.finish import finish, load_predictions, look
+from torchcaps.finish import finish, load_predictions
 from torchcaps.predictor import choose_threshold
 from torchcaps.results import read, thinned
-from torchcaps.runs import open_run
+from torchcaps.runs import look, open_run
 from torchcaps.train import checkpoint, train
 
 CHANGES = {"epochs": "3", "samples": "160", "batch_size": "16", "select": "best", "ema": "0.5", "lr": "0.02"}

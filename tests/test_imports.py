@@ -25,7 +25,7 @@ MAY_IMPORT = {  # what each part may see of the others; its own files always
     "train.progress": set(),
     "results": {"recipes"},
     "results.page": {"data", "recipes"},
-    "runs": {"recipes", "data", "models", "train"},
+    "runs": {"recipes", "data", "models", "evaluate", "train"},
     "predictor": {"data", "evaluate", "losses", "models", "recipes", "runs"},
     "pictures": set(),
     "figures": {"pictures"},

@@ -16,13 +16,12 @@ from torchcaps.cli import main
 from torchcaps.data import load
 from torchcaps.data.errors import DataError
 from torchcaps.data.fetch import ensure
-from torchcaps.finish import look
 from torchcaps.models import pretrained
 from torchcaps.models.pretrained import LIMIT, SHIPPED, find_pretrained, find_shipped, shipped
 from torchcaps.predictor import Predictor
 from torchcaps.recipes import from_dict
 from torchcaps.results import read
-from torchcaps.runs import open_run
+from torchcaps.runs import look, open_run
 
 NAME = "efficient_capsnet_mnist"
 ROOT = Path(__file__).parents[1]
@@ -155,6 +154,9 @@ def test_a_folder_of_that_name_does_not_stand_in_for_the_package(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / NAME).mkdir()
     assert create_model(NAME, pretrained=True)(torch.rand(1, 1, 28, 28)).scores.shape == (1, 10)
+    assert find_pretrained(NAME) == find_shipped(NAME)
+    assert open_run(NAME, device="cpu").class_names == tuple("0123456789")
+    (tmp_path / NAME / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"is no folder that torchcaps export wrote, as it has no config\.json"):
         find_pretrained(NAME)
 

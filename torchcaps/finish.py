@@ -17,16 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from torchcaps.data import DataSet, Split, batches_for
-from torchcaps.evaluate import Figures, Predictions, figures, predict
+from torchcaps.data import DataSet, Split
+from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.predictor import choose_threshold
-from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, read, thinned
-from torchcaps.runs import Opened, open_run, read_json, write_json
+from torchcaps.runs import Opened, look, open_run, read_json, write_json
 from torchcaps.train import checkpoint
 from torchcaps.train.folder import Run
 
-MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
 NO_FIGURES = "there is no report, as matplotlib is missing: pip install 'torchcaps[figures]'"
 
 
@@ -122,31 +120,6 @@ def read_test(
     save_predictions(folder / "predictions.safetensors", predictions, opened)
     write_json(folder / "test.json", found)
     return found
-
-
-def look(
-    model: nn.Module, split: Split, data: DataSet, recipe: Recipe, images: int | None = None, most: int = MOST
-) -> Predictions:
-    """What a network says of a split as it is tested, in float32; of a huge one, of a sample that is always the same.
-
-    Args:
-        images: how many are looked at; of a split with more, a sample.
-    """
-    if images is not None and images < 1:
-        raise ValueError(f"at least one image of the test set must be looked at, got {images}")
-    wanted = min(len(split), images or (most if hasattr(split, "base") else len(split)))
-    sample = wanted < len(split)
-    crops = int(recipe.data_args.get("crops") or 1)
-    device = next(model.parameters()).device
-    batches = batches_for(
-        split,
-        max(1, max(128, recipe.batch_size) // crops),
-        transform=data.test_transform,
-        shuffle=sample,
-        samples=wanted if sample else None,
-        device=device,
-    )
-    return predict(model, batches.epoch(0))
 
 
 def figures_of(predictions: Predictions, split: Split) -> Figures:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ import torch
 from torch import nn
 
 from torchcaps import recipes
-from torchcaps.data import DataSet
+from torchcaps.data import DataSet, Split, batches_for
+from torchcaps.evaluate import Predictions, predict
 from torchcaps.models import create_model
 from torchcaps.models.pretrained import CONFIG, find_pretrained, shipped
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
 from torchcaps.train.prepare import load_data
+
+MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
+SOME = 10_000  # of these, where only figures are drawn of them
 
 
 @dataclass
@@ -46,6 +51,36 @@ class Opened:
     def data(self) -> DataSet:
         """The data set that it was trained and is tested on, by the recipe's protocol."""
         return load_data(self.recipe)
+
+    def look(self) -> Predictions:
+        """What the network says of its test images, asked anew; of a generated test set, of some of them."""
+        data = self.data()
+        return look(self.model, data.test, data, self.recipe, most=SOME)
+
+
+def look(
+    model: nn.Module, split: Split, data: DataSet, recipe: Recipe, images: int | None = None, most: int = MOST
+) -> Predictions:
+    """What a network says of a split as it is tested, in float32; of a huge one, of a sample that is always the same.
+
+    Args:
+        images: how many are looked at; of a split with more, a sample.
+    """
+    if images is not None and images < 1:
+        raise ValueError(f"at least one image of the test set must be looked at, got {images}")
+    wanted = min(len(split), images or (most if hasattr(split, "base") else len(split)))
+    sample = wanted < len(split)
+    crops = int(recipe.data_args.get("crops") or 1)
+    device = next(model.parameters()).device
+    batches = batches_for(
+        split,
+        max(1, max(128, recipe.batch_size) // crops),
+        transform=data.test_transform,
+        shuffle=sample,
+        samples=wanted if sample else None,
+        device=device,
+    )
+    return predict(model, batches.epoch(0))
 
 
 def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int | None = None) -> Opened:
@@ -89,9 +124,24 @@ def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int
 
 def is_exported(folder: Path) -> bool:
     """Whether it is no run's folder but one that `torchcaps export` wrote, or the name of weights in the package."""
-    if folder.is_dir():
+    if (folder / CONFIG).exists() or next(_recipes(folder), None):
         return (folder / CONFIG).exists() and not (folder / "recipe.json").exists()
     return str(folder) in shipped()
+
+
+def home(folder: Path) -> Path:
+    """Where what is drawn of a run goes: into its folder; of weights without one, into a folder here of their name."""
+    if not is_exported(folder):
+        return folder
+    name = folder.resolve().name
+    taken = (Path(name) / CONFIG).exists() or next(_recipes(Path(name)), None)
+    return Path(f"{name}-report" if taken else name)
+
+
+def _recipes(folder: Path) -> Iterator[Path]:
+    """Of the run itself, or of those that are in the folder."""
+    own = folder / "recipe.json"
+    yield from [own] if own.exists() else folder.glob("*/recipe.json")
 
 
 def _open_exported(folder: Path, device: torch.device) -> Opened:

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
-from torchcaps.analysis.examples import lengths, worst_mistakes
+from torchcaps.analysis import costs
+from torchcaps.analysis.examples import lengths, told, worst_mistakes
 from torchcaps.analysis.sample import chosen
 from torchcaps.evaluate import Predictions
 from torchcaps.models.heads import ActivationHead, LengthHead, LogitHead
@@ -43,6 +45,23 @@ def test_bars_are_lengths_activations_or_probabilities():
     ):
         found, word = lengths(SimpleNamespace(model=SimpleNamespace(head=head)), said)
         assert (found is values, word) == (True, name)
+
+
+def test_weights_without_a_run_are_asked_anew(made, tmp_path, monkeypatch):
+    """The pixels are the poses: of six images the four with a row that outweighs the others are recognised."""
+    images = torch.zeros(6, 4, 4, dtype=torch.uint8)
+    for n, row in enumerate((0, 1, 2, 3, 0, 1)):
+        images[n, row] = 40 + n
+    labels = [0, 1, 2, 3, 2, 3]
+    monkeypatch.chdir(tmp_path)
+    run = made(images, labels, folder="efficient_capsnet_mnist")
+    found = told(run)
+    assert found.said.int().argmax(dim=1).tolist() == [0, 1, 2, 3, 0, 1]
+    assert (found.labels.tolist(), found.indices.tolist()) == (labels, list(range(6)))
+    assert costs._test_accuracy(run) == 4 / 6
+    with pytest.raises(ValueError, match="runs/made has not been tested yet; torchcaps evaluate runs/made does it"):
+        told(made(images, labels))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_said_of_varying_numbers_of_labels():

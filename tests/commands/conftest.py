@@ -5,6 +5,8 @@ import pytest
 
 import torchcaps.finish
 from torchcaps.cli import main
+from torchcaps.export import weights as exporting
+from torchcaps.models import pretrained
 
 WORDS = ["--epochs", "2", "--samples", "96", "--batch-size", "16", "--keep-epochs", "1", "--device", "cpu"]
 
@@ -27,6 +29,30 @@ def finished(tmp_path_factory):
     finally:
         patch.undo()
     return place
+
+
+@pytest.fixture(scope="session")
+def handed_on(finished, tmp_path_factory):
+    """The weights of one of them, exported into a folder net, and as small_digits in a folder weights."""
+    place = tmp_path_factory.mktemp("handed")
+    patch = pytest.MonkeyPatch()
+    for module in (pretrained, exporting):
+        patch.setattr(module, "SHIPPED", place / "weights")
+    run = str(finished / "runs" / "two" / "seed-0")
+    try:
+        assert main(["export", run, "--out", str(place / "net"), "--device", "cpu"]) == 0
+        assert main(["export", run, "--ship", "--name", "small_digits", "--device", "cpu"]) == 0
+    finally:
+        patch.undo()
+    return place
+
+
+@pytest.fixture
+def alone(handed_on, tmp_path, monkeypatch):
+    """In an empty folder, with small_digits in the package."""
+    monkeypatch.setattr(pretrained, "SHIPPED", handed_on / "weights")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -40,6 +40,34 @@ def test_a_figure_is_three_files_and_is_drawn_again_from_one(run, words, capsys)
     assert not list((run / "figures").glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["mistakes", "reconstructions"])
+@pytest.mark.parametrize("place", ["net", "small_digits"])
+def test_weights_without_a_run_are_tested_for_a_figure(name, place, handed_on, alone, finished, capsys, checksum):
+    before = checksum(handed_on)
+    which = str(handed_on / "net") if place == "net" else place
+    for _ in range(2):  # the folder that the first time makes does not hide the weights of that name
+        assert main(["figure", name, which, "--device", "cpu"]) == 0
+        assert capsys.readouterr().out.split() == [f"{place}/figures/{name}.{end}" for end in ("png", "svg", "json")]
+    assert checksum(handed_on) == before
+    assert [path.name for path in alone.iterdir()] == [place]
+    assert len(list((alone / place / "figures").iterdir())) == 3
+    assert main(["figure", name, str(finished / "runs" / "two" / "seed-0"), "--out", "own"]) == 0
+    own, mine = (json.loads((alone / folder / f"{name}.json").read_text()) for folder in ("own", f"{place}/figures"))
+    assert mine["numbers"]["images"] == own["numbers"]["images"] == 360
+    if place == "net":
+        assert mine["numbers"] == own["numbers"]
+
+
+def test_weights_whose_data_cannot_be_had(alone, monkeypatch, capsys):
+    def missing(recipe):
+        raise ValueError("digits is not in the cache, and cannot be fetched")
+
+    monkeypatch.setattr("torchcaps.runs.load_data", missing)
+    assert main(["figure", "mistakes", "small_digits"]) == 2
+    assert capsys.readouterr().err == "torchcaps: digits is not in the cache, and cannot be fetched\n"
+    assert list(alone.iterdir()) == []
+
+
 def test_what_an_option_asks_for_is_what_the_numbers_have(run):
     words = ["--set", "digit=3", "--set", "dims=2", "--set", "image=None", "--dark"]
     assert main(["figure", "perturbations", "run", *words]) == 0

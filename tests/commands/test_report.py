@@ -109,8 +109,63 @@ def test_every_figure_is_in_one_file(run, capsys):
     assert "it compares runs; --beside names another" in page
     assert "http" not in page.replace("http-equiv", "")
     files = sorted(path.name for path in (run / "figures").iterdir())
-    assert files == [f"{name}.{end}" for name in ("perturbations", "robustness")
+    assert files == [f"{name}.{end}" for name in ("mistakes", "perturbations", "reconstructions", "robustness")
                      for end in ("json", "png", "svg")]  # fmt: skip
+    about = json.loads((run / "figures" / "mistakes.json").read_text())
+    assert (about["figure"], about["runs"], about["options"]) == ("mistakes", ["run"], {"most": 12})
+
+
+@pytest.mark.parametrize(("words", "place"), [((), "small_digits"), (("--out", "a/b"), "a/b")])
+def test_weights_of_the_package_have_a_report_without_curves(words, place, handed_on, alone, capsys, checksum):
+    before = checksum(handed_on)
+    assert main(["report", "small_digits", "--device", "cpu", *words]) == 0
+    assert capsys.readouterr().out == f"{place}/report.html\n"
+    assert checksum(handed_on) == before
+    page = (alone / place / "report.html").read_text()
+    for title in ("Confusion", "Worst mistakes", "Reconstructions", "Calibration", "Dimension perturbations"):
+        assert f"<h2>{title}</h2>" in page
+    assert "<h2>Curves</h2>" not in page
+    assert "There are no curves here, as these weights came without the folder of their run." in page
+    assert "360 test images were looked at anew" in page
+    line = json.loads((handed_on / "weights" / "small_digits.json").read_text())["result"]
+    assert f"{100 * line['test']['accuracy']:.2f} ± " in page
+    assert "<dt>epochs</dt><dd>2</dd>" in page
+    assert [path.name for path in alone.iterdir()] == [place.partition("/")[0]]
+    assert (alone / place / "figures" / "mistakes.svg").exists()
+
+
+def test_an_exported_folder_gets_nothing_beside_its_weights(handed_on, alone, monkeypatch, capsys, checksum):
+    monkeypatch.setattr(report, "KINDS", ())
+    before = checksum(handed_on / "net")
+    assert main(["report", str(handed_on / "net"), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == "net/report.html\n"
+    shutil.rmtree("net")
+    shutil.copytree(handed_on / "net", "net")
+    assert main(["report", "net", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == "net-report/report.html\n"
+    assert checksum(handed_on / "net") == checksum("net") == before
+
+
+def test_weights_whose_data_cannot_be_had_leave_a_sentence(alone, monkeypatch):
+    asked = []
+
+    def missing(recipe):
+        asked.append(recipe)
+        raise ValueError("digits cannot be fetched")
+
+    monkeypatch.setattr("torchcaps.runs.load_data", missing)
+    assert main(["report", "small_digits", "--device", "cpu"]) == 0
+    page = (alone / "small_digits" / "report.html").read_text()
+    assert "There are no pictures of test images here: digits cannot be fetched." in page
+    assert "<h2>Not for this run</h2>" in page
+    assert len(asked) <= 2
+
+
+def test_a_file_is_no_folder_for_a_report(run, capsys, checksum):
+    before = checksum(run)
+    assert main(["report", "run", "--out", "run/recipe.json"]) == 2
+    assert capsys.readouterr().err == "torchcaps: run/recipe.json is no folder; --out names one for the files\n"
+    assert checksum(run) == before
 
 
 def test_other_runs_stand_beside_it(run, finished, monkeypatch):

@@ -169,6 +169,14 @@ def test_each_run_has_a_line_in_each_panel():
     assert [text.get_text() for text in figure.axes[5].get_legend().get_texts()] == ["one", "two"]
 
 
+def test_a_seed_stays_with_its_number():
+    names = ("efficient_capsnet, seed 0", "efficient_capsnet on fashion_mnist, seed 12")
+    lines = [{"name": name, "images": 9, "accuracy": {"shear": [1.0]}} for name in names]
+    figure = robustness.draw({"levels": {"shear": [0]}, "lines": lines, "data": "made"})
+    shown = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
+    assert shown == ["efficient_capsnet,\nseed 0", "efficient_capsnet on\nfashion_mnist, seed 12"]
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_same_numbers_give_the_same_bytes(dark):
     first, second = (perturbations.draw({"runs": [perturbation_numbers()]}, dark=dark) for _ in range(2))

@@ -11,7 +11,7 @@ from torchcaps.figures import compare, coupling, operations, training
 from torchcaps.figures.kind import Kind, resolve
 from torchcaps.figures.kinds_routing import KINDS
 from torchcaps.figures.routing import draw_agreement, draw_changes
-from torchcaps.figures.style import png
+from torchcaps.figures.style import WIDTH, png
 from torchcaps.pictures import packed
 
 BLANK = packed(np.zeros((6, 6, 3), np.uint8))
@@ -253,11 +253,55 @@ def test_tables_have_the_numbers():
     assert "AR-CapsNet and EM" in operations.draw({"rows": [ROW]}).texts[0].get_text()
     shown = texts(compare.draw(SIDES))
     assert {"10.00 %", "not tested", "and 3 more settings", "4, not 9"} <= set(shown)
+    shown = [" ".join(text.split()) for text in shown]
     assert any("the first alone 2" in text and "by chance in 100 % of cases (McNemar" in text for text in shown)
     rare = {**SIDES, "test": {**SIDES["test"], "p_value": 1e-9}}
     assert any("in fewer than 0.001 % of cases" in text for text in texts(compare.draw(rare)))
     few = {**SIDES, "test": {**SIDES["test"], "p_value": 0.0042}}
     assert any("in 0.4 % of cases" in text for text in texts(compare.draw(few)))
+
+
+def sticking_out(figure):
+    """Texts that are cut off at an edge of the paper."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [(text, text.get_window_extent(renderer)) for axes in figure.axes for text in axes.texts]
+    return [text.get_text() for text, box in boxes if box.x0 < 0 or box.x1 > figure.bbox.width]
+
+
+def test_sentences_end_on_the_paper():
+    counts = {"images": 100_000, "both": 98_765, "neither": 12_345, "only_first": 12_345, "only_second": 12_345}
+    for p_value in (1e-9, 0.0042):
+        assert not sticking_out(compare.draw({**SIDES, "test": {**SIDES["test"], **counts, "p_value": p_value}}))
+
+
+@pytest.mark.parametrize("labels", [["4"], ["7", "5"], ["ankle boot", "trouser"]])
+def test_the_number_of_a_test_image_is_whole(labels):
+    figure = coupling.draw({**COUPLING, "labels": labels, "number": 9_876_543})
+    assert any("test image 9,876,543" in text for text in texts(figure))
+    assert not sticking_out(figure)
+    width = (WIDTH - 2 * coupling.EDGE - 4 * coupling.GAP) / 5 * figure.dpi
+    caption = next(text for text in figure.axes[0].texts if text.get_position()[1] > 1.2)
+    assert caption.get_window_extent().width <= width
+
+
+def test_epochs_are_whole_numbers():
+    for figure in (training.draw_convergence(CONVERGENCE), training.draw_feedback(FEEDBACK)):
+        axes = figure.axes[0]
+        axes.set_xlim(0.9, 2.1)
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_the_highest_markers_are_whole():
+    """Also where all values are nearly the same, so that a margin by their range is none."""
+    points = [{**point, "memory": 2**24 + k, "milliseconds": 3.0} for k, point in enumerate(POINTS)]
+    lines = [{**line, "points": points} for line in ITERATIONS["lines"]]
+    _, memory, time = training.draw_iterations({**ITERATIONS, "lines": lines}).axes
+    for axes, top in ((memory, 16), (time, 3)):
+        low, high = axes.get_ylim()
+        assert low == 0
+        assert high >= 1.05 * top
 
 
 def test_losses_are_named_by_iterations():

@@ -17,7 +17,7 @@ from torchcaps.evaluate import Predictions
 from torchcaps.losses import multi_hot
 from torchcaps.models.heads import ActivationHead, LengthHead
 from torchcaps.pictures import brightness, columns_for, packed, picture
-from torchcaps.runs import Opened, read_json
+from torchcaps.runs import Opened, is_exported, read_json
 from torchcaps.train import checkpoint
 
 SEARCHED = 5000  # right answers among which a spread of classes is looked for
@@ -41,7 +41,12 @@ class Told(NamedTuple):
 
 
 def kept(run: Opened) -> Predictions | None:
-    """What the run said of its test images when it was tested, or None where it was not."""
+    """What the run said of its test images when it was tested, or None where it was not.
+
+    Weights that were handed on have left that behind with their run, so they are asked anew.
+    """
+    if is_exported(run.folder):
+        return run.look()
     path = run.folder / "predictions.safetensors"
     if read_json(run.folder / "test.json") is None or not path.exists():
         return None

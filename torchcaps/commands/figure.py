@@ -27,8 +27,10 @@ def draw_figure(
 
     Args:
         name: of the figure.
-        runs: folders of finished runs, as many as the figure is of.
-        out: the folder for the files; by default figures in the run's folder, or here for several runs.
+        runs: folders of finished runs, as many as the figure is of; or of what was exported, or names of weights in
+            the package.
+        out: the folder for the files; by default figures in the run's folder, or here for several runs. What is drawn
+            of weights without such a folder goes into figures in one here of their name.
         settings: an option of the figure, such as digit=5 or images=1000.
         dark: for dark paper.
         device: auto, cpu, cuda, cuda:N or mps.
@@ -36,7 +38,7 @@ def draw_figure(
     from torchcaps.figures.catalog import KINDS, find
     from torchcaps.figures.style import need_matplotlib
     from torchcaps.report.drawn import check_runs, read_drawn, take_numbers
-    from torchcaps.runs import open_run
+    from torchcaps.runs import home, open_run
 
     if not name:
         _list()
@@ -53,7 +55,7 @@ def draw_figure(
         check_runs(kind, len(runs))
         opened = [open_run(run, device=device) for run in runs]
         drawn = take_numbers(kind, opened, read_settings(settings))
-        folder = Path(out) if out else Path(runs[0]) / "figures" if len(runs) == 1 else Path("figures")
+        folder = Path(out) if out else home(Path(runs[0])) / "figures" if len(runs) == 1 else Path("figures")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is no folder; --out names one for the files")
     try:

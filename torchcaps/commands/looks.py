@@ -15,10 +15,20 @@ from torchcaps import evaluate
 from torchcaps.commands.words import percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
-from torchcaps.finish import append_line, figures_of, finish, load_predictions, look, result_of
+from torchcaps.finish import append_line, figures_of, finish, load_predictions, result_of
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result, read
-from torchcaps.runs import Opened, check_finished, check_run, is_exported, open_run, read_json, read_recipe, write_json
+from torchcaps.runs import (
+    Opened,
+    check_finished,
+    check_run,
+    is_exported,
+    look,
+    open_run,
+    read_json,
+    read_recipe,
+    write_json,
+)
 from torchcaps.train import checkpoint
 from torchcaps.train.prepare import load_data
 

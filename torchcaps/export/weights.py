@@ -22,11 +22,10 @@ from torch import Tensor
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Predictions, ranking
 from torchcaps.export.card import citation, model_card
-from torchcaps.finish import look
 from torchcaps.models.pretrained import CONFIG, LIMIT, SHIPPED, WEIGHTS, find_pretrained
 from torchcaps.predictor import steps_of
 from torchcaps.results import Result, from_line
-from torchcaps.runs import Opened, is_exported, open_run
+from torchcaps.runs import Opened, is_exported, look, open_run
 from torchcaps.train import checkpoint
 
 LOOKED_AT = 10_000  # validation images that half precision is tried on, at most

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from textwrap import fill
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.figures.style import WIDTH, drawing, paste, sheet, shortened, theme, title
+from torchcaps.figures.style import (
+    WIDTH,
+    drawing,
+    from_zero,
+    paste,
+    sheet,
+    shortened,
+    theme,
+    title,
+    whole_ticks,
+    wrapped,
+)
 from torchcaps.figures.training import table
 from torchcaps.pictures import unpacked
 
@@ -16,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LISTED = 12  # settings in which they differ
+LETTERS = 98  # of a line of small print
 CELL = 0.71  # inches from one picture to the next
 
 
@@ -28,8 +40,9 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
     strips = [] if test is None else [(key, test["cases"][key]) for key in ("only_first", "only_second")]
     strips = [(key, cases) for key, cases in strips if cases]
     curves, listed, shown = 2.0, 0.19 * (len(rows) + 2), 1.12 * len(strips)
-    words = 0.44 if test is not None else 0.0
-    height = curves + listed + words + shown + 0.2
+    words = [] if test is None else [*wrap(_counts(test), LETTERS), *wrap(_chance(test["p_value"]), LETTERS)]
+    told = 0.13 * len(words) + 0.18 if words else 0.0
+    height = curves + listed + told + shown + 0.2
     with drawing(height, dark) as figure:
         left = figure.add_axes((0.09, 1 - 1.55 / height, 0.37, 1.25 / height))
         right = figure.add_axes((0.59, 1 - 1.55 / height, 0.37, 1.25 / height))
@@ -40,14 +53,9 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
         table(middle, head, rows, dark, (0.28, 0.36, 0.36))
         page = sheet(figure)
         y = curves + listed + 0.12
-        if test is not None:
-            sentence = (
-                f"Of {test['images']:,} test images both recognise {test['both']:,}, neither {test['neither']:,}, "
-                f"the first alone {test['only_first']:,}, the second alone {test['only_second']:,}.\n"
-                f"{_chance(test['p_value'])}"
-            )
-            page.text(0.12, y + 0.1, sentence, fontsize=6.8, color=colours.ink, va="center", linespacing=1.4)
-            y += 0.32
+        if words:
+            page.text(0.12, y - 0.03, "\n".join(words), fontsize=6.8, color=colours.ink, va="top", linespacing=1.4)
+            y += told - 0.12
         for key, cases in strips:
             _strip(page, key, cases, runs, y, tones[key == "only_second"], dark)
             y += 1.12
@@ -55,16 +63,14 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
 
 
 def _curves(axes: Axes, runs: Sequence[Mapping[str, Any]], key: str, words: str, tones: Any, unit: float) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     title(axes, words)
     for run, tone in zip(runs, tones, strict=True):
         values = [math.nan if value is None else unit * value for value in run[key]]
         marker = "o" if len(values) <= 40 else ""
-        axes.plot(run["epochs"], values, color=tone, marker=marker, markersize=2.5, label=fill(run["name"], 30))
-    axes.set_ylim(bottom=0)
+        axes.plot(run["epochs"], values, color=tone, marker=marker, markersize=2.5, label=wrapped(run["name"], 30))
+    from_zero(axes)
     axes.set_xlabel("epoch", labelpad=1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    whole_ticks(axes)
     axes.tick_params(labelsize=7.5)
     if key == "loss":
         axes.legend(loc="best", fontsize=6.5)
@@ -98,10 +104,17 @@ def _error(run: Mapping[str, Any]) -> str:
     return f"{100 * run['test_error']:.2f}{spread} %"
 
 
+def _counts(test: Mapping[str, Any]) -> str:
+    return (
+        f"Of {test['images']:,} test images both recognise {test['both']:,}, neither {test['neither']:,}, "
+        f"the first alone {test['only_first']:,}, the second alone {test['only_second']:,}."
+    )
+
+
 def _chance(p_value: float) -> str:
     share = f"{100 * p_value:.0f} %" if p_value >= 0.01 else f"{100 * p_value:.1g} %" if p_value >= 1e-5 else "0.001 %"
     among = "fewer than " if p_value < 1e-5 else ""
-    return f"Between equals a split at least so uneven comes by chance in {among}{share} of cases (McNemar's test)."
+    return f"Equals split at least so unevenly by chance in {among}{share} of cases (McNemar's test)."
 
 
 def _strip(

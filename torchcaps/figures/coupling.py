@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EDGE, GAP, LINE, HEAD = 0.1, 0.07, 0.17, 0.34  # inches
 CELLS = 5  # pictures side by side
+LETTERS = 15  # below each
 LEVEL = 1.24  # from one level of a tree to the next
 BETWEEN, STILL = 5, 3  # pictures of the animation between two iterations, and at each
 
@@ -35,14 +36,16 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
     with drawing(height, dark) as figure:
         axes, y = sheet(figure), 0.0
         _head(axes, y, "Where the votes come from", dark)
+        number = f"test image {numbers['number']:,}"
+        axes.text(WIDTH - EDGE, y + 0.23, number, fontsize=7.5, color=colours.muted, ha="right")
         y += HEAD
-        shown = [(picture, f"{_named(numbers['labels'])}, test image {numbers['number']:,}", colours.muted)]
+        shown = [(picture, _named(numbers["labels"]), colours.muted)]
         for each in classes:
             word = f"{shortened(each['name'], 9)}  {each['probability']:.2f}"
             shown.append((_overlaid(picture, each["heat"][-1]), word, _tone(each, numbers, dark)))
         for k, (one, word, tone) in enumerate(shown):
             x = EDGE + k % CELLS * (wide + GAP)
-            _cell(axes, one, x, y + k // CELLS * row, wide, high, shortened(word, 20), tone)
+            _cell(axes, one, x, y + k // CELLS * row, wide, high, word, tone)
         y += rows * row
         iterated = numbers["frames"][0] != "evenly"
         _head(axes, y, "From iteration to iteration" if iterated else "Spread evenly, and routed", dark)
@@ -226,7 +229,9 @@ def _some(count: int, most: int) -> list[int]:
 
 
 def _named(labels: Sequence[str]) -> str:
-    return " and ".join(shortened(each, 9) for each in labels) or "nothing"
+    """In the letters that fit below a picture."""
+    room = max(2, (LETTERS + 5) // max(1, len(labels)) - 5)
+    return shortened(" and ".join(shortened(each, room) for each in labels) or "nothing", LETTERS)
 
 
 def _depth(node: Mapping[str, Any]) -> int:

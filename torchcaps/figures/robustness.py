@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.figures.style import drawing, theme, title
+from torchcaps.figures.style import drawing, theme, title, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +43,7 @@ def draw(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
         legend = places[len(levels)]
         handles, names = places[0].get_legend_handles_labels()
         legend.legend(
-            handles, [fill(name, 24) for name in names], loc="upper left", fontsize=7, borderaxespad=0,
+            handles, [wrapped(name, 24) for name in names], loc="upper left", fontsize=7, borderaxespad=0,
             title=f"{lines[0]['images']:,} test images\nof {numbers['data']}", title_fontsize=7, alignment="left",
         )  # fmt: skip
         legend.get_legend().get_title().set_color(colours.muted)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from torchcaps.pictures import Picture
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 5.2  # inches, so that nine points can be read on a phone
 DPI = 240
 MINUS = "\N{MINUS SIGN}"
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,24 @@ def paste(axes: Axes, picture: Picture, x: float, y: float, width: float, height
 
 def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def wrapped(text: str, most: int) -> str:
+    """In lines of so many letters; a number stays with the word before it."""
+    return fill(re.sub(r" (?=\d)", NO_BREAK, text), most).replace(NO_BREAK, " ")
+
+
+def from_zero(axes: Axes) -> None:
+    """The vertical axis from 0 to above the highest marker, also where all values are nearly the same."""
+    top = float(axes.dataLim.y1)
+    axes.set_ylim(0, 1.08 * top if math.isfinite(top) and top > 0 else 1)
+
+
+def whole_ticks(axes: Axes) -> None:
+    """For epochs, steps and iterations, which are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _settings(colours: Theme) -> dict[str, Any]:

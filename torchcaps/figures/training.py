@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.figures.style import drawing, shortened, theme, title
+from torchcaps.figures.style import drawing, from_zero, shortened, theme, title, whole_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,7 @@ def draw_losses(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
         _log(axes, [value for each in series for value in each["loss"]])
         batch = f" of {numbers['batch']} images" if numbers["batch"] else ""
         axes.set_xlabel(f"training step{batch}" if stepped else "epoch")
+        whole_ticks(axes)
         axes.legend(loc="best", fontsize=7.5)
     return figure
 
@@ -50,6 +51,7 @@ def draw_feedback(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure:
             seen.add(label)
         _log(axes, [value for each in numbers["series"] for value in each["loss"]])
         axes.legend(loc="best", fontsize=7.5)
+        whole_ticks(axes)
         words = [
             f"{shortened(each['network'], 28)}: error {100 * each['without']:.2f} to {100 * each['with']:.2f} %, "
             f"{100 * each['gain']:.0f} % of it gone"
@@ -64,8 +66,6 @@ def draw_iterations(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure
     """What `analysis.costs.by_iteration` gives: accuracy above, memory and time below."""
     lines = numbers["lines"]
     with drawing(3.9, dark, layout="constrained") as figure:
-        from matplotlib.ticker import MaxNLocator
-
         parts = figure.subplot_mosaic([["accuracy", "accuracy"], ["memory", "time"]], height_ratios=(1.5, 1))
         for line, colour in zip(lines, _colours(dark)[1:], strict=False):
             points = line["points"]
@@ -87,9 +87,9 @@ def draw_iterations(numbers: Mapping[str, Any], *, dark: bool = False) -> Figure
         parts["time"].set_title(f"ms for an image, {numbers['device']}", **small)
         parts["accuracy"].legend(loc="best", fontsize=7.5)
         for name, axes in parts.items():
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            whole_ticks(axes)
             if name != "accuracy":
-                axes.set_ylim(bottom=0)
+                from_zero(axes)
                 axes.set_xlabel("iterations")
     return figure
 
@@ -105,6 +105,7 @@ def draw_convergence(numbers: Mapping[str, Any], *, dark: bool = False) -> Figur
             values = [None if value is None else 100 * value for value in each["accuracy"]]
             _line(axes, each["epochs"], values, colour, shortened(each["name"], 40))
         axes.set_xlabel("epoch")
+        whole_ticks(axes)
         head = (
             f"batch {numbers['batch']}, {numbers['device']}",
             "test %",
@@ -168,7 +169,7 @@ def _log(axes: Axes, values: Sequence[Any]) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif known:
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
 
 
 def _colours(dark: bool) -> list[str]:

@@ -91,11 +91,15 @@ def shipped() -> list[str]:
 
 
 def find_pretrained(where: str | os.PathLike[str]) -> Pretrained:
-    """Weights by the name they are shipped under, or in a folder that `torchcaps export` wrote."""
+    """Weights by the name they are shipped under, or in a folder that `torchcaps export` wrote.
+
+    A folder of such a name that holds no weights, but figures of them perhaps, does not hide those of the package.
+    """
     folder = Path(where)
     if (folder / CONFIG).is_file():
         return _read(folder.resolve().name, folder / CONFIG, folder / WEIGHTS)
-    if len(folder.parts) > 1 or folder.is_dir():
+    other = folder.is_dir() and (folder.name not in shipped() or (folder / WEIGHTS).exists())
+    if len(folder.parts) > 1 or other:
         raise ValueError(f"{folder} is no folder that torchcaps export wrote, as it has no {CONFIG}")
     return find_shipped(os.fspath(where))
 

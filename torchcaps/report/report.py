@@ -1,4 +1,4 @@
-"""The report of a run: pictures in its folder, and one HTML file with all of them inside.
+"""The report of a run: pictures in a folder, and one HTML file with all of them inside.
 
 >>> write_report("runs/quick-mnist/seed-0")
 """
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcaps import figures
-from torchcaps.analysis import examples
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Predictions, calibration, confusion_matrix, expected_calibration_error
-from torchcaps.figures.catalog import KINDS
+from torchcaps.figures.catalog import KINDS, find
 from torchcaps.figures.confusion import most_confused
 from torchcaps.figures.kind import RUNS, Kind
 from torchcaps.figures.mistakes import cases_of
@@ -23,7 +22,7 @@ from torchcaps.figures.reconstructions import draw as draw_reconstructions
 from torchcaps.report import story
 from torchcaps.report.drawn import Drawn, take_numbers
 from torchcaps.report.page import Page, Section, Shown, Table, render_page
-from torchcaps.runs import Opened, open_run
+from torchcaps.runs import Opened, home, is_exported, open_run
 from torchcaps.train import checkpoint
 
 if TYPE_CHECKING:
@@ -31,24 +30,39 @@ if TYPE_CHECKING:
 
 MISTAKES = 12
 OWN = ("mistakes", "reconstructions")  # of the catalogue, which every report has
+NO_PICTURES = "There are no pictures of test images here"
 LISTED = 15  # classes beyond which the confusion is also a list of pairs
 
 
 @dataclass
 class Held(Opened):
-    """A run whose data set is loaded once."""
+    """A run whose data set is loaded once, or missed once, and whose network is asked about it once."""
 
     held: list[DataSet] = field(default_factory=list)
+    said: list[Predictions] = field(default_factory=list)
+    missed: list[Exception] = field(default_factory=list)
 
     def data(self) -> DataSet:
+        if self.missed:
+            raise self.missed[0]
         if not self.held:
-            self.held.append(super().data())
+            try:
+                self.held.append(super().data())
+            except (ValueError, OSError) as error:
+                self.missed.append(error)
+                raise
         return self.held[0]
+
+    def look(self) -> Predictions:
+        if not self.said:
+            self.said.append(super().look())
+        return self.said[0]
 
 
 def write_report(
     folder: str | os.PathLike[str],
     *,
+    out: str | os.PathLike[str] | None = None,
     data: DataSet | None = None,
     everything: bool = False,
     beside: Sequence[str | os.PathLike[str]] = (),
@@ -58,9 +72,11 @@ def write_report(
     """Writes curves.png, confusion.png, mistakes.png, reconstructions.png and the like, and report.html, its path.
 
     What a run has not got is left out: a network without decoder has no reconstructions, a run that was not tested has
-    curves only, and images that cannot be had any more leave a sentence in their place.
+    curves only, and images that cannot be had any more leave a sentence in their place. Weights that were exported, or
+    come with the package, have no curves; what they say of the test images is asked anew, and kept nowhere.
 
     Args:
+        out: the folder for all of it; by default the run's, or for weights without one a folder here of their name.
         data: instead of the recipe's.
         everything: with all figures of the catalogue that the run can give, which takes minutes.
         beside: further runs, for those figures that compare several.
@@ -68,25 +84,35 @@ def write_report(
         say: is told the title of each of these before it is made.
     """
     folder = Path(folder)
-    run = story.read_story(folder)
+    alone = is_exported(folder)
+    run = story.read_story(folder, device if alone else "cpu")
     others = [open_run(each, device=device) for each in beside]
     held = [] if data is None else [data]
     opened = Held(**vars(run.opened), held=held)
-    report = Report(folder)
-    report.add(
-        "curves",
-        lambda dark: figures.curves(run.metrics, selected=run.opened.epoch, dark=dark),
-        Section("Curves", "Means over each epoch; the validation error after it."),
-        "Loss, validation error and learning rate by epoch.",
-    )
+    report = Report(Path(out) if out else home(folder))
     notes = story.notes(run)
-    if run.predictions is not None:
-        _add_confusion(report, run.opened, run.predictions)
+    predictions = run.predictions
+    if alone:
+        notes.append("There are no curves here, as these weights came without the folder of their run.")
         try:
-            _add_pictures(report, opened)
+            predictions = opened.look()
+            notes.append(f"{len(predictions.labels):,} test images were looked at anew for what is drawn here.")
         except (ValueError, OSError) as error:
-            notes.append(f"There are no pictures of test images here: {error}.")
-        _add_calibration(report, run.predictions)
+            notes.append(f"{NO_PICTURES}: {error}.")
+    else:
+        report.add(
+            "curves",
+            lambda dark: figures.curves(run.metrics, selected=run.opened.epoch, dark=dark),
+            Section("Curves", "Means over each epoch; the validation error after it."),
+            "Loss, validation error and learning rate by epoch.",
+        )
+    if predictions is not None:
+        _add_confusion(report, run.opened, predictions)
+        try:
+            _add_pictures(report, opened, everything)
+        except (ValueError, OSError) as error:
+            notes.append(f"{NO_PICTURES}: {error}.")
+        _add_calibration(report, predictions)
     if run.routing and run.routing[-1].get("layers"):
         report.add(
             "routing",
@@ -104,7 +130,7 @@ def write_report(
     ]
     title, subtitle = story.title(run)
     page = Page(title, subtitle, story.headline(run), story.facts(run), notes, report.sections, story.foot(run))
-    path = folder / "report.html"
+    path = report.folder / "report.html"
     checkpoint.write(path, render_page(page).encode())
     return path
 
@@ -113,6 +139,9 @@ class Report:
     """The sections so far; each figure is also a file of the folder."""
 
     def __init__(self, folder: Path):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is no folder; --out names one for the files")
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.sections: list[Section] = []
 
@@ -146,10 +175,13 @@ def _add_confusion(report: Report, opened: Opened, predictions: Predictions) -> 
     )
 
 
-def _add_pictures(report: Report, run: Opened) -> None:
+def _add_pictures(report: Report, run: Opened, everything: bool) -> None:
     """The worst mistakes, and reconstructions where the decoder was trained."""
     names = run.class_names
-    found = examples.mistakes([run], {"most": MISTAKES})
+    drawn = take_numbers(find("mistakes"), [run], {"most": MISTAKES})
+    if everything:
+        drawn.write(report.folder / "figures", drawn.files())
+    found = drawn.numbers
     cases = found["cases"]
     how = f"{len(cases)} of {found['wrong']:,} mistakes, those with the largest margin of the longest wrong capsule "
     report.add(
@@ -161,7 +193,10 @@ def _add_pictures(report: Report, run: Opened) -> None:
         "; ".join(f"{_named(case['labels'], names)} taken for {_named(case['chosen'], names)}" for case in cases),
     )
     if getattr(run.model, "decoder", None) is not None and run.recipe.reconstruction:
-        pictures = examples.reconstructions([run], {})
+        drawn = take_numbers(find("reconstructions"), [run])
+        if everything:
+            drawn.write(report.folder / "figures", drawn.files())
+        pictures = drawn.numbers
         several = any("(" in word for block in pictures["blocks"] for each in block["strips"] for word in each["words"])
         below = "(label, prediction, target)" if several else "the class that is decoded"
         report.add(

@@ -10,10 +10,11 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.evaluate import Predictions
+from torchcaps.models.pretrained import find_pretrained
 from torchcaps.recipes import Recipe
 from torchcaps.report.page import Table
 from torchcaps.results import Result, environment, from_line, source
-from torchcaps.runs import Opened, open_run, read_json
+from torchcaps.runs import Opened, is_exported, open_run, read_json
 from torchcaps.train import checkpoint
 
 PAPER = {  # first words of a table's name
@@ -27,7 +28,10 @@ PAPER = {  # first words of a table's name
 
 @dataclass
 class Story:
-    """All that a run's folder tells. `predictions` are of the test set, in the order of `indices`."""
+    """All that a run's folder tells, or that weights without one keep of it.
+
+    `predictions` are of the test set, and not among what is kept with weights.
+    """
 
     opened: Opened
     metrics: list[dict[str, Any]]
@@ -47,8 +51,10 @@ class Story:
         return self.tested["figures"] if self.tested else None
 
 
-def read_story(folder: Path) -> Story:
-    opened = open_run(folder, device="cpu")
+def read_story(folder: Path, device: str = "cpu") -> Story:
+    opened = open_run(folder, device=device)
+    if is_exported(folder):
+        return _kept_with_weights(opened)
     result, predictions = folder / "result.json", folder / "predictions.safetensors"
     tested = read_json(folder / "test.json")
     return Story(
@@ -61,6 +67,17 @@ def read_story(folder: Path) -> Story:
         Predictions(**checkpoint.load_weights(predictions)[0]) if tested and predictions.exists() else None,
         _lines(folder / "routing.jsonl"),
     )
+
+
+def _kept_with_weights(opened: Opened) -> Story:
+    try:
+        result = from_line(json.dumps(find_pretrained(opened.folder).about["result"]))
+    except ValueError as error:
+        raise ValueError(f"{opened.folder} does not say how its weights were tested: {error}") from None
+    validation = (result.validation or {}).get("error")
+    final = {"seconds": result.seconds, "device": result.device, "validation_error": validation}
+    tested = {"figures": result.test, "reads": result.test_reads} if result.test else None
+    return Story(opened, [], [], final, result, tested, None, [])
 
 
 def title(story: Story) -> tuple[str, str]:
@@ -76,7 +93,7 @@ def headline(story: Story) -> list[tuple[str, str]]:
     recipe, found = story.recipe, story.figures
     metric = recipe.metric.removeprefix("ensemble_")
     shown: list[tuple[str, str]] = []
-    if metric == "loss":
+    if metric == "loss" and story.metrics:
         shown.append((f"{float(story.metrics[-1]['loss']):.4f}", "loss of the last epoch"))
     elif found is None:
         error = story.final.get("validation_error")
@@ -98,7 +115,7 @@ def headline(story: Story) -> list[tuple[str, str]]:
 def facts(story: Story) -> list[tuple[str, str]]:
     final = story.final
     found = [("seed", str(story.opened.seed))]
-    epochs = len(story.metrics)
+    epochs = len(story.metrics) or (story.result.epochs if story.result else 0)
     found.append(
         ("epochs", f"{epochs}" if story.opened.epoch == epochs else f"{epochs}, weights of {story.opened.epoch}")
     )
