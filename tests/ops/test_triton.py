@@ -4,12 +4,12 @@ Opt-in: `TRITON_INTERPRET=1 pytest tests/ops/test_triton.py` on a CPU, or as it 
 """
 
 import logging
-import os
 import sys
 
 import pytest
 import torch
 
+from tests.fused.kernels import DEVICE, OPT_IN, on
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients
 from torchcaps.ops import Votes, Window, agreement_step, backend, em_step, gaussian_fit
 from torchcaps.routing.dynamic import dynamic_routing
@@ -17,13 +17,7 @@ from torchcaps.routing.em import em_routing
 from torchcaps.routing.inverted_attention import inverted_attention
 from torchcaps.routing.self_attention import self_attention_routing
 
-pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = OPT_IN
 
 
 @pytest.fixture(autouse=True)
@@ -64,14 +58,6 @@ def drawn(case):
     poses, weight = DRAWN.get(case, torch.randn)(*shape), torch.randn(weight)
     votes = Votes(poses, weight, window)
     return window, [x.to(DEVICE) for x in (poses, weight, torch.randn(*votes.lead, votes.parents, votes.dim))]
-
-
-def on(name, function):
-    def run(*inputs):
-        with backend(name):
-            return function(*inputs)
-
-    return run
 
 
 def fused(function, monkeypatch):

@@ -110,7 +110,7 @@ def _alike(weight: Tensor, *others: Any) -> bool:
 
 
 def _order(x: Tensor) -> list[int]:
-    """Strides but for those of dimensions of size 1, which mean nothing: cuDNN's gradients have others there."""
+    """Strides but for those of dimensions of size 1, which mean nothing and which a gradient may have otherwise."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
 
 
