@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.ops.em_fit_triton import fitted
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import (
     PARTIAL_BYTES,
@@ -106,6 +107,25 @@ def from_centre(children, weight, centre, offset, i, j, m, S, T: tl.constexpr):
 @triton.jit
 def no_entries(T: tl.constexpr):
     return tl.zeros((T.JB, T.BN, T.C, T.EH, T.JL, T.EL), dtype=tl.float32)
+
+
+@triton.jit
+def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Divides what belongs to children, summed over blocks, by the parents in all windows that compete for them.
+
+    Shapes: x [blocks, n, (c k k)] -> out [n, (c k k)]
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.cast(S.N, tl.int64) * S.I
+    child, site = (at % S.I).to(tl.int32), (at // S.I % (S.Y * S.X)).to(tl.int32)
+    down, right = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
+    rows = tl.minimum(down // STRIDE, S.Y - 1) - tl.maximum(down - KS + STRIDE, 0) // STRIDE + 1
+    columns = tl.minimum(right // STRIDE, S.X - 1) - tl.maximum(right - KS + STRIDE, 0) // STRIDE + 1
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(blocks):
+        total += tl.load(x + at, mask=at < size, other=0.0)
+        x += size
+    tl.store(out + at, total / (rows * columns * S.J).to(tl.float32), mask=at < size)
 
 
 @triton.jit
@@ -214,10 +234,10 @@ def em_backward_gather(
 @triton.jit
 def em_backward(
     poses, weight, offset, gates, centre, precision, score, log_total, total, d_mass, d_first, d_second, d_poses,
-    d_weight, d_offset, d_gates, moved, stretched, d_score, nothing, per_split, S, T: tl.constexpr,
+    d_weight, d_offset, d_gates, d_mean, d_precision, d_score, nothing, per_split, S, T: tl.constexpr,
     KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Makes the votes again. The gradient of a log density weights votes and squares, summed in moved and stretched."""
+    """Makes the votes again. A log density's gradient weights votes and squares, summed in d_mean and d_precision."""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
@@ -296,8 +316,12 @@ def em_backward(
                 at, there = children_of(n, i, S, T)
                 tl.store(d_gates + at, over_parents(d_share), mask=there)
     if KIND == FITTED:
-        store_rows(moved, once, split, n, j, S, T)
-        store_rows(stretched, twice, split, n, j, S, T)
+        moved, stretched = (), ()
+        for m in tl.static_range(T.M):
+            moved = moved + (once[m] * tl.reshape(sharp[m], once[m].shape),)
+            stretched = stretched + (-0.5 * twice[m],)
+        store_rows(d_mean, moved, split, n, j, S, T)
+        store_rows(d_precision, stretched, split, n, j, S, T)
         at, there = parents_at(n, j, S, T)
         tl.store(d_score + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
 
@@ -305,13 +329,13 @@ def em_backward(
 def fused_fit(votes: Votes, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `gaussian_fit`. Shapes: weights [..., i, j] -> [..., j], [..., j, d], [..., j, d]"""
     centre = _near_the_mean(votes)
-    return _fit(_moments(votes, weights, centre, 1), centre)
+    return _fit(votes, _moments(votes, weights, centre, 1), centre)
 
 
 def fused_mixture(votes: Votes, coupling: Tensor) -> Tensor:
     """As `Votes.mixture`. Shapes: coupling [..., i, j] -> [..., j, d]"""
     centre = torch.zeros(*votes.lead, votes.parents, votes.dim, device=votes.device)
-    return _moments(votes, coupling, centre, 1, squares=False)[1]
+    return _total(_moments(votes, coupling, centre, 1, squares=False)[1]).unflatten(0, votes.lead)
 
 
 def fused_em_step(
@@ -322,29 +346,46 @@ def fused_em_step(
     Args:
         competing: the window, if parents of all windows a child stands in compete for it.
     """
+    if parents is not None:
+        mean, variance, log_prior = parents
+        parents = (mean, variance.reciprocal(), log_prior - 0.5 * variance.log().sum(-1))
+    return _fit(votes, *_step(votes, activations, parents, competing))
+
+
+def fused_em(
+    votes: Votes,
+    activations: Tensor | None,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    temperatures: list[float],
+    competing: Window | None,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    """As `em_routing`. Shapes: -> poses [..., j, d], activations [..., j]"""
+    betas = (beta_u.expand(votes.parents), beta_a.expand(votes.parents))
+    parents = None
+    for temperature in temperatures[:-1]:
+        parents = fitted(*_step(votes, activations, parents, competing), *betas, temperature, floor)
+    moments, centre = _step(votes, activations, parents, competing)
+    return fitted(moments, centre, *betas, temperatures[-1], floor, last=True)
+
+
+def _step(
+    votes: Votes, activations: Tensor | None, parents: tuple[Tensor, Tensor, Tensor] | None, competing: Window | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The moments of each parent's votes, and the centre that they are counted from.
+
+    Args:
+        parents: mean, precision and score of the step before, where score x density is the share before it is made
+            to add up to 1; none means that all are equally responsible.
+    """
     if activations is None:
         activations = torch.ones(*votes.lead, votes.in_caps, device=votes.device)
-    if parents is None:
-        rivals = votes.parents * (1 if competing is None else _windows_of(competing, votes))
+    if parents is None or (votes.parents == 1 and competing is None):  # a lone parent is responsible for every vote
         centre = _near_the_mean(votes)
-        return _fit(_moments(votes, activations / rivals, centre, 0), centre)
-    mean, variance, log_prior = parents
-    score = log_prior - 0.5 * variance.log().sum(-1)
-    moments = _moments(votes, activations, mean, 2, variance.reciprocal(), score, competing=competing)
-    return _fit(moments, mean.detach())
-
-
-def _windows_of(window: Window, votes: Votes) -> Tensor:
-    """How many windows each child stands in. Shapes: -> [y, x, (c k k)]"""
-    k, s = window.kernel_size, window.stride
-    ways = []
-    for sites in votes.lead[1:]:
-        at = torch.arange(sites, device=votes.device)[:, None] * s + torch.arange(k, device=votes.device)
-        last, first = (at // s).clamp(max=sites - 1), ((at - k + s).clamp(min=0) // s)
-        ways.append(last - first + 1)
-    down, right = ways
-    each = down[:, None, :, None] * right[None, :, None, :]  # [y, x, k, k]
-    return each.flatten(2).repeat(1, 1, votes.in_caps // k**2)
+        return _moments(votes, activations, centre, 0, competing=competing), centre
+    mean, precision, score = parents
+    return _moments(votes, activations, mean, 2, precision, score, competing), mean.detach()
 
 
 def _near_the_mean(votes: Votes) -> Tensor:
@@ -352,9 +393,9 @@ def _near_the_mean(votes: Votes) -> Tensor:
         return votes.total() / votes.in_caps
 
 
-def _fit(moments: tuple[Tensor, Tensor, Tensor], centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fit(votes: Votes, moments: tuple[Tensor, Tensor, Tensor], centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mass, mean and variance from sums around a centre, on which they do not depend."""
-    mass, first, second = moments
+    mass, first, second = (_total(x).unflatten(0, votes.lead) for x in moments)
     least = mass.clamp(min=1e-7)[..., None]
     whole = mass[..., None] / least  # 1, but for parents that next to nobody votes for
     first = first / least
@@ -370,10 +411,10 @@ def _moments(
     kind: int,
     precision: Tensor | None = None,
     score: Tensor | None = None,
-    squares: bool = True,
     competing: Window | None = None,
+    squares: bool = True,
 ) -> Any:
-    """Shapes: -> mass [..., j], first and second [..., j, d]; without squares, mass and second are None"""
+    """Shapes: -> mass [s, n, j], first and second [s, n, j, d]; without squares, mass and second are None"""
     offset = votes.offset
     if offset is not None:
         groups, _, parents, _ = votes.weight.shape
@@ -387,7 +428,8 @@ def _moments(
 class _Moments(torch.autograd.Function):
     """Sums of shares, votes and squares around a centre that counts as a constant in them.
 
-    The centre's gradient is that of the Gaussians' means only.
+    The centre's gradient is that of the Gaussians' means only. Each sum comes in parts, one for each split of the
+    children, for whoever takes them to add up; so all parts have the same gradient.
     """
 
     @staticmethod
@@ -421,13 +463,15 @@ class _Moments(torch.autograd.Function):
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         splits, blocks = cut.grid[1:]
         log_total = None
+        if kind == 0:
+            gates = _even(gates.view(1, n, i), cut, competing)
         if kind == 2:
             gathered = new(blocks, n, i)
             em_gather[cut.grid](
                 poses, weight, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
                 cut.tile, **cut.options,
             )  # fmt: skip
-            log_total = sum_over_windows(gathered, cut, competing, log=True)
+            log_total = sum_over_windows(gathered, cut, competing)
         first = new(splits, n, j, votes.dim)
         mass, second = (new(splits, n, j), new(splits, n, j, votes.dim)) if squares else (first, first)
         em_forward[cut.grid](
@@ -436,10 +480,7 @@ class _Moments(torch.autograd.Function):
             **cut.options,
         )  # fmt: skip
         ctx.save_for_backward(poses, weight, offset, gates, centre, precision, score, log_total)
-        first = _total(first).unflatten(0, votes.lead)
-        if not squares:
-            return None, first, None
-        return _total(mass).unflatten(0, votes.lead), first, _total(second).unflatten(0, votes.lead)
+        return (mass, first, second) if squares else (None, first, None)
 
     @staticmethod
     @once_differentiable
@@ -449,8 +490,8 @@ class _Moments(torch.autograd.Function):
         cut = _plan(votes, backward=True)
         n, i, j = cut.space[-3:]
         splits, blocks = cut.grid[1:]
-        d_first = d_first.float().contiguous()
-        d_mass, d_second = (d_first if x is None else x.float().contiguous() for x in (d_mass, d_second))
+        d_first = d_first[0].contiguous()
+        d_mass, d_second = (d_first if x is None else x[0].contiguous() for x in (d_mass, d_second))
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
         copies = 1 if atomic else cut.grid[0]
@@ -459,27 +500,26 @@ class _Moments(torch.autograd.Function):
         d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else poses.dtype)
         d_weight = new_sum(copies, *weight.shape)
         d_offset = None if offset is None else new_sum(copies, *offset.shape)
-        total, moved, stretched, d_score = gates, gates, gates, gates
+        total, d_mean, d_precision, d_score = gates, gates, gates, gates
         if ctx.kind == 2:
             d_gates = new(blocks, n, i)
             em_backward_gather[cut.grid](
                 poses, weight, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
                 d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
             )  # fmt: skip
-            d_gates = _total(d_gates)
-            total = sum_over_windows((d_gates * gates.view_as(d_gates))[None], cut, ctx.competing)
-            moved, stretched = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
+            total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
+            d_mean, d_precision = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
             d_score = new(splits, n, j)
         else:
             d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks, n, i)
         em_backward[cut.grid](
             poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, _or(d_offset, gates), d_gates,
-            moved, stretched, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
+            d_mean, d_precision, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
             **cut.options,
         )  # fmt: skip
-        if ctx.kind == 0:
-            d_gates = _total(d_gates)
+        if ctx.kind != 1:
+            d_gates = _even(d_gates, cut, ctx.competing) if ctx.kind == 0 else _total(d_gates)
         grads: list[Tensor | None] = [
             fold_windows(d_poses, poses, cut, ctx.window),
             _total(d_weight),
@@ -490,8 +530,7 @@ class _Moments(torch.autograd.Function):
             None,
         ]
         if ctx.kind == 2:
-            d_precision = -0.5 * _total(stretched)
-            grads[4:] = [_total(moved).mul_(precision.view_as(d_precision)), d_precision, _total(d_score)]
+            grads[4:] = [_total(d_mean), _total(d_precision), _total(d_score)]
         pairs = zip(grads, ctx.inputs, strict=True)
         shaped = (None if x is None else x.to(like[0]).reshape(like[1]) for x, like in pairs)
         return *shaped, None, None, None, None, None
@@ -503,9 +542,19 @@ def _plan(votes: Votes, backward: bool = False) -> Plan:
     return plan(votes, backward, low=1 if large else 2, block=8)
 
 
+def _even(x: Tensor, plan: Plan, competing: Window | None) -> Tensor:
+    """Shapes: x [blocks, n, i] -> [n, i]"""
+    window = competing or Window(1)
+    out = torch.empty(x.shape[1:], dtype=torch.float32, device=x.device)
+    block = 512
+    grid = (triton.cdiv(out.numel(), block),)
+    even_shares[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, block)
+    return out
+
+
 def _or(x: Tensor | None, unused: Tensor) -> Tensor:
     return unused if x is None else x
 
 
 def _total(x: Tensor) -> Tensor:
-    return x.sum(0) if len(x) > 1 else x[0]
+    return x.sum(0) if len(x) > 1 else x.squeeze(0)

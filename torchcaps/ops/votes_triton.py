@@ -394,10 +394,12 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
 
 
 @triton.jit
-def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum, or with LOG the log of the sum of exp, over all windows a child stands in, for each of these windows.
+def over_windows(
+    x, factor, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum of x times a factor, or with LOG the log of the sum of exp(x), over all windows a child stands in.
 
-    Shapes: x [blocks, n, (c k k)] -> out [n, (c k k)]
+    Shapes: x [blocks, n, (c k k)], factor [n, (c k k)] -> out [n, (c k k)], for each of these windows
     """
     image = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -405,6 +407,7 @@ def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG:
     sites = S.Y * S.X
     there = site < sites
     x += image * (sites * S.I)
+    factor += image * (sites * S.I)
     down, right = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
     top = tl.full((BLOCK,), LEAST, tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -418,7 +421,8 @@ def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG:
                 total = total * tl.exp(top - new) + tl.exp(value - new)
                 top = new
             else:
-                total += tl.load(x + source, mask=seen, other=0.0)
+                weight = tl.load(factor + source, mask=seen, other=0.0)
+                total += tl.load(x + source, mask=seen, other=0.0) * weight
         x += tl.cast(S.N, tl.int64) * S.I
     if LOG:
         total = top + tl.log(total)
@@ -545,12 +549,16 @@ def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | No
     return folded.permute(0, 3, 4, 1, 2)
 
 
-def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, log: bool = False) -> Tensor:
-    """Shapes: x [blocks, n, i] -> [n, i]"""
+def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, factor: Tensor | None = None) -> Tensor:
+    """The sum of x times a factor, without one the log of the sum of exp(x).
+
+    Shapes: x [blocks, n, i], factor [n, i] -> [n, i]
+    """
     window = window or Window(1)
     out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
     block = 512
     sites = plan.space.Y * plan.space.X
     grid = (plan.space.N // sites, triton.cdiv(sites * plan.space.I, block))
-    over_windows[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
+    log, factor = factor is None, x if factor is None else factor
+    over_windows[grid](x, factor, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
     return out
