@@ -39,8 +39,10 @@ from torchcaps.ops.votes_triton import (
     no_weight_gradient,
     over_entries,
     over_parents,
+    pack_weight,
     parents_at,
     plan,
+    precision_of,
     store_rows,
     store_weight_gradient,
     sum_over_windows,
@@ -452,6 +454,8 @@ class _Moments(torch.autograd.Function):
         ctx.inputs = [None if x is None else (x.dtype, x.shape) for x in given]
         ctx.window, ctx.products, ctx.competing, ctx.kind, ctx.squares = window, products, competing, kind, squares
         weight = weight.to(poses.dtype).contiguous()
+        if precision_of(products)[0] == tl.bfloat16:
+            poses = poses.to(torch.bfloat16)
         offset, gates, centre, precision, score = (
             None if x is None else x.float().contiguous() for x in (offset, gates, centre, precision, score)
         )
@@ -459,6 +463,7 @@ class _Moments(torch.autograd.Function):
         if kind == 1:
             gates = gates.expand(*votes.lead, -1, -1).contiguous()
         cut = _plan(votes)
+        packed = pack_weight(weight, cut)
         n, i, j = cut.space[-3:]
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         splits, blocks = cut.grid[1:]
@@ -468,24 +473,24 @@ class _Moments(torch.autograd.Function):
         if kind == 2:
             gathered = new(blocks, n, i)
             em_gather[cut.grid](
-                poses, weight, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
+                poses, packed, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
                 cut.tile, **cut.options,
             )  # fmt: skip
             log_total = sum_over_windows(gathered, cut, competing)
         first = new(splits, n, j, votes.dim)
         mass, second = (new(splits, n, j), new(splits, n, j, votes.dim)) if squares else (first, first)
         em_forward[cut.grid](
-            poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
+            poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, cut.tile, kind, squares,
             **cut.options,
         )  # fmt: skip
-        ctx.save_for_backward(poses, weight, offset, gates, centre, precision, score, log_total)
+        ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
         return (mass, first, second) if squares else (None, first, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_mass: Tensor | None, d_first: Tensor, d_second: Tensor | None) -> Any:
-        poses, weight, offset, gates, centre, precision, score, log_total = ctx.saved_tensors
+        poses, weight, packed, offset, gates, centre, precision, score, log_total = ctx.saved_tensors
         votes = Votes(poses, weight, ctx.window, offset, ctx.products)
         cut = _plan(votes, backward=True)
         n, i, j = cut.space[-3:]
@@ -497,14 +502,14 @@ class _Moments(torch.autograd.Function):
         copies = 1 if atomic else cut.grid[0]
         new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
         wide = blocks > 1 or interpreted()  # the interpreter does not round to bfloat16, it cuts off
-        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else poses.dtype)
+        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else ctx.inputs[0][0])
         d_weight = new_sum(copies, *weight.shape)
         d_offset = None if offset is None else new_sum(copies, *offset.shape)
         total, d_mean, d_precision, d_score = gates, gates, gates, gates
         if ctx.kind == 2:
             d_gates = new(blocks, n, i)
             em_backward_gather[cut.grid](
-                poses, weight, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
+                poses, packed, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
                 d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
             )  # fmt: skip
             total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
@@ -513,7 +518,7 @@ class _Moments(torch.autograd.Function):
         else:
             d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks, n, i)
         em_backward[cut.grid](
-            poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
+            poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, _or(d_offset, gates), d_gates,
             d_mean, d_precision, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
             **cut.options,
@@ -539,7 +544,7 @@ class _Moments(torch.autograd.Function):
 def _plan(votes: Votes, backward: bool = False) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
-    return plan(votes, backward, low=1 if large else 2, block=8)
+    return plan(votes, backward, low=1 if large else 2, block=8, packed=True)
 
 
 def _even(x: Tensor, plan: Plan, competing: Window | None) -> Tensor:

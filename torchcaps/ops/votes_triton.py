@@ -14,7 +14,7 @@ parents moves two numbers for each child.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     """What a kernel knows when it is compiled. Poses have M rows of A, votes M rows of E; AP and EH * EL are padded.
 
     Gradients of G rows are multiplied together; with SPLIT in two parts, the second being what rounding left over.
+    Weights lie in memory as they are, or PACKED, as products take them.
     """
 
     M: int
@@ -55,6 +56,7 @@ class Tile(NamedTuple):
     DT: tl.dtype
     PRECISION: str
     SPLIT: bool
+    PACKED: bool
 
 
 class Space(NamedTuple):
@@ -139,9 +141,29 @@ def load_weight(weight, i, j, S, T: tl.constexpr):
 
     Shapes: [JB, (c a), (c e j)]
     """
-    at, there = weight_at(i, j, S, T)
-    dense = rounded(tl.load(weight + at, mask=there, other=0.0), T)[:, :, None, :]
-    return tl.reshape(tl.where(own_child(T), dense, 0.0), (T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL))
+    if T.PACKED:
+        w = tl.load(weight + packed_at(i, j, S, T))
+    else:
+        at, there = weight_at(i, j, S, T)
+        dense = rounded(tl.load(weight + at, mask=there, other=0.0), T)[:, :, None, :]
+        w = tl.reshape(tl.where(own_child(T), dense, 0.0), (T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL))
+    return w
+
+
+@triton.jit
+def packed_at(i, j, S, T: tl.constexpr):
+    """Where packed weights lie: a tile for each C children and JL parents. Shapes: [JB, (c a), (c e j)]"""
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    tile = i // T.C * (tl.cdiv(S.J, T.JB * T.JL) * T.JB) + j // T.JL + tl.arange(0, T.JB)
+    row = tile[:, None] * (T.C * T.AP) + tl.arange(0, T.C * T.AP)[None, :]
+    return row[:, :, None] * columns + tl.arange(0, columns)[None, None, :]
+
+
+@triton.jit
+def pack(weight, packed, S, T: tl.constexpr, PLAIN: tl.constexpr):
+    """Args: PLAIN: T, but for weights as they are."""
+    i, j = tl.program_id(0) * T.C, tl.program_id(1) * (T.JB * T.JL)
+    tl.store(packed + packed_at(i, j, S, T), load_weight(weight, i, j, S, PLAIN).to(packed.dtype.element_ty))
 
 
 @triton.jit
@@ -474,6 +496,7 @@ def plan(
     stages: int = 2,
     registers: int | None = None,
     programs: int = 1024,
+    packed: bool = False,
 ) -> Plan:
     """How to cut these votes up.
 
@@ -519,18 +542,43 @@ def plan(
         DT=dtype,
         PRECISION=precision,
         SPLIT=votes.products == torch.bfloat16 and n * votes.in_caps * parents < FEW_PAIRS,
+        PACKED=packed,
     )
     over_windows, over_parents = triton.cdiv(n, tile.BN), triton.cdiv(parents, high * low)
     splits = max(1, min(triton.cdiv(programs, over_windows * over_parents), triton.cdiv(votes.in_caps, 8 * children)))
     per_split = triton.cdiv(triton.cdiv(votes.in_caps, splits), children) * children
     return Plan(
-        tile if interpreted() else Tile(*(tl.constexpr(x) for x in tile)),
+        _known(tile),
         Space(sb, sc, sp, sh, sw, sh * window.stride, sw * window.stride, y, x, n, votes.in_caps, parents),
         per_split,
         (over_windows, triton.cdiv(votes.in_caps, per_split), over_parents),
         {"num_warps": high, "num_stages": stages, "enable_fp_fusion": True}
         | ({} if registers is None else {"maxnreg": registers}),
     )
+
+
+def _known(tile: Tile) -> Tile:
+    """As kernels take it."""
+    return tile if interpreted() else Tile(*(tl.constexpr(x) for x in tile))
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+def pack_weight(weight: Tensor, plan: Plan) -> Tensor:
+    """The weights in the products' dtype, with their zeros, tile after tile: a kernel takes them as they come.
+
+    Shapes: weight [g, a, j, e] -> [i / C, j / JL, (c a), (c e j)], the numbers of tiles rounded up
+    """
+    tile = Tile(*(_value(x) for x in plan.tile))
+    over_children, over_parents = triton.cdiv(plan.space.I, tile.C), triton.cdiv(plan.space.J, tile.JB * tile.JL)
+    shape = (over_children, over_parents * tile.JB, tile.C * tile.AP, tile.C * tile.EH * tile.JL * tile.EL)
+    dtype = torch.bfloat16 if tile.DT == tl.bfloat16 else torch.float32
+    packed = torch.empty(shape, dtype=dtype, device=weight.device)
+    plain = _known(tile._replace(PACKED=False))
+    pack[(over_children, over_parents)](weight, packed, plan.space, plan.tile, plain, num_warps=tile.JB)
+    return packed
 
 
 def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | None) -> Tensor:
