@@ -72,13 +72,17 @@ def load_parents(x, n, j, other, S, T: tl.constexpr):
 
 
 @triton.jit
-def load_centre(x, n, j, S, T: tl.constexpr):
-    """The negative of what is there, to which votes are added. Shapes: as `load_rows`"""
-    rows = load_rows(x, n, j, S, T)
+def times(rows, factor, T: tl.constexpr):
     new = ()
     for m in tl.static_range(T.M):
-        new = new + (-rows[m],)
+        new = new + (rows[m] * factor,)
     return new
+
+
+@triton.jit
+def load_centre(x, n, j, S, T: tl.constexpr):
+    """The negative of what is there, to which votes are added. Shapes: as `load_rows`"""
+    return times(load_rows(x, n, j, S, T), -1.0, T)
 
 
 @triton.jit
@@ -89,20 +93,20 @@ def load_gates(x, n, i, other, S, T: tl.constexpr):
 
 
 @triton.jit
-def from_centre_again(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
-    return cast_votes(children[m], weight, first_votes(offset, alone(nothing), i, j, m, S, T), T) + centre[m]
-
-
-@triton.jit
-def from_centre(children, weight, centre, offset, i, j, m, S, T: tl.constexpr):
+def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
     """Row m of the votes, less the centre's, whose negative is given: a product can begin with it, at some loss.
+
+    Args:
+        nothing: 0 as `first_votes` wants it where votes are made again, None for the first time.
 
     Shapes: [JB, BN, C, EH, JL, EL]
     """
     if T.PRECISION == "tf32x3":
-        votes = from_centre_again(children, weight, centre, offset, 0.0, i, j, m, S, T)
+        start = alone(0.0 if nothing is None else nothing)
+        votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T) + centre[m]
     else:
-        votes = cast_votes(children[m], weight, first_votes(offset, centre[m], i, j, m, S, T), T)
+        start = centre[m] if nothing is None else centre[m] + nothing
+        votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T)
     return votes
 
 
@@ -146,7 +150,7 @@ def em_gather(
         children = load_children(poses, n, i, S, T)
         squares = no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
             squares += x * x * sharp[m]
         logits = known - 0.5 * over_entries(squares)
         top = tl.max(tl.max(logits, 3), 0)
@@ -173,6 +177,7 @@ def em_forward(
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
+        again = nothing * i if KIND == FITTED else None
         if KIND == GIVEN:
             at, there = pairs_of(n, i, j, S, T)
             share = tl.load(gates + at, mask=there, other=0.0)
@@ -182,15 +187,12 @@ def em_forward(
         if KIND == FITTED:
             squares = no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, i, j, m, S, T)
+                x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
                 squares += x * x * sharp[m]
             share *= tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
         new_once, new_twice = (), ()
         for m in tl.static_range(T.M):
-            if KIND == FITTED:
-                x = from_centre_again(children, w, middle, offset, nothing, i, j, m, S, T)
-            else:
-                x = from_centre(children, w, middle, offset, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, again, i, j, m, S, T)
             weighted = to_entries(share) * x
             new_once = new_once + (once[m] + tl.sum(weighted, 2),)
             if SQUARES:
@@ -224,7 +226,7 @@ def em_backward_gather(
         children = load_children(poses, n, i, S, T)
         squares, slopes = no_entries(T), no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
             squares += x * x * sharp[m]
             slopes += x * (d_once[m] + x * d_twice[m])
         d_share = over_entries(slopes) + d_zeroth
@@ -258,11 +260,13 @@ def em_backward(
     if KIND == FITTED:
         sharp = load_rows(precision, n, j, S, T)
         known = load_parents(score, n, j, float("-inf"), S, T)
+        d_twice = times(d_twice, 2.0, T)
     once, twice = no_rows(T), no_rows(T)
     zeroth = tl.zeros((T.JB, T.BN, T.JL), dtype=tl.float32)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
+        again = nothing * i if KIND == FITTED else None
         if KIND == GIVEN:
             pair, paired = pairs_of(n, i, j, S, T)
             share = tl.load(gates + pair, mask=paired, other=0.0)
@@ -271,12 +275,14 @@ def em_backward(
         share = tl.broadcast_to(share, (T.JB, T.BN, T.C, T.JL))
         slopes = no_entries(T)
         if KIND == FITTED:
-            squares = no_entries(T)
+            squares, bends = no_entries(T), no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, i, j, m, S, T)
-                squares += x * x * sharp[m]
-                slopes += x * (d_once[m] + x * d_twice[m])
-            d_share = over_entries(slopes) + d_zeroth
+                x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
+                square = x * x
+                squares += square * sharp[m]
+                bends += square * d_twice[m]
+                slopes += x * d_once[m]
+            d_share = over_entries(slopes + 0.5 * bends) + d_zeroth
             coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
             d_logit = coupling * (share * d_share - load_gates(total, n, i, 0.0, S, T))
             share *= coupling
@@ -286,11 +292,10 @@ def em_backward(
         for top in tl.static_range(0, T.M, T.G):
             grads = ()
             for m in tl.static_range(top, top + T.G):
+                x = from_centre(children, w, middle, offset, again, i, j, m, S, T)
                 if KIND == FITTED:
-                    x = from_centre_again(children, w, middle, offset, nothing, i, j, m, S, T)
-                else:
-                    x = from_centre(children, w, middle, offset, i, j, m, S, T)
-                if SQUARES:
+                    grad = to_entries(share) * (d_once[m] + x * d_twice[m])
+                elif SQUARES:
                     slope = d_once[m] + x * d_twice[m]
                     grad = to_entries(share) * (slope + x * d_twice[m])
                 else:
@@ -318,12 +323,11 @@ def em_backward(
                 at, there = children_of(n, i, S, T)
                 tl.store(d_gates + at, over_parents(d_share), mask=there)
     if KIND == FITTED:
-        moved, stretched = (), ()
+        moved = ()
         for m in tl.static_range(T.M):
             moved = moved + (once[m] * tl.reshape(sharp[m], once[m].shape),)
-            stretched = stretched + (-0.5 * twice[m],)
         store_rows(d_mean, moved, split, n, j, S, T)
-        store_rows(d_precision, stretched, split, n, j, S, T)
+        store_rows(d_precision, times(twice, -0.5, T), split, n, j, S, T)
         at, there = parents_at(n, j, S, T)
         tl.store(d_score + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
 

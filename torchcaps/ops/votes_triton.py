@@ -185,8 +185,8 @@ def alone(x):
 def first_votes(offset, start, i, j, m, S, T: tl.constexpr):
     """What votes are added to: `start`, and the offset if there is one.
 
-    Where they are made twice, a `start` that the compiler cannot know keeps it from holding on to the first ones, for
-    which there are no registers.
+    Where they are made twice, a `start` that the compiler cannot know, other for each child, keeps it from holding on
+    to the first ones, for which there are no registers.
 
     Shapes: start broadcastable to [JB, BN, C, EH, JL, EL] -> [JB, BN, (c e j)]
     """
@@ -304,7 +304,10 @@ def add_up(x, value, there, ATOMIC: tl.constexpr):
 
 @triton.jit
 def stacked(rows, T: tl.constexpr):
-    """G tensors as one. Shapes: G times [JB, BN, C, EH, JL, EL] -> [JB, (g n), (c e j)]"""
+    """G tensors as one.
+
+    Shapes: G times [JB, BN, C, EH, JL, EL] -> [(g n), (jb c e j)] if G is 4, or [JB, (g n), (c e j)]
+    """
     if T.G == 4:
         x = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))
         x = tl.permute(x, (0, 7, 6, 1, 2, 3, 4, 5))
@@ -312,20 +315,39 @@ def stacked(rows, T: tl.constexpr):
         x = tl.permute(tl.join(rows[0], rows[1]), (0, 6, 1, 2, 3, 4, 5))
     else:
         x = rows[0]
-    return tl.reshape(x, (T.JB, T.G * T.BN, T.C * T.EH * T.JL * T.EL))
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    x = tl.reshape(x, (T.JB, T.G * T.BN, columns))
+    return side_by_side(x, T) if T.G == 4 else x
+
+
+@triton.jit
+def side_by_side(x, T: tl.constexpr):
+    """All warps' parents in one row, 16 columns of each in turn. Shapes: [JB, r, (c e j)] -> [r, (h jb l)]"""
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    low: tl.constexpr = 16 if columns > 16 else columns
+    x = tl.permute(tl.reshape(x, (T.JB, x.shape[1], columns // low, low)), (1, 2, 0, 3))
+    return tl.reshape(x, (x.shape[0], T.JB * columns))
 
 
 @triton.jit
 def onto_children(grad, weight, T: tl.constexpr):
-    """Shapes: [JB, (g n), (c e j)], [JB, (c a), (c e j)] -> [(g n), (c a)]"""
-    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
-    if T.G == 4:  # tall enough for a product that reads from shared memory, where it adds up over all warps' parents
-        grad = tl.reshape(tl.permute(grad, (1, 0, 2)), (T.G * T.BN, T.JB * columns))
-        weight = tl.reshape(tl.permute(weight, (0, 2, 1)), (T.JB * columns, T.C * T.AP))
-        d_children = tl.dot(grad, weight, input_precision=T.PRECISION)
+    """Shapes: [(g n), (jb c e j)] if G is 4, or [JB, (g n), (c e j)]; [JB, (c a), (c e j)] -> [(g n), (c a)]"""
+    if T.G == 4:
+        d_children = tl.dot(grad, tl.permute(side_by_side(weight, T), (1, 0)), input_precision=T.PRECISION)
     else:
         d_children = tl.sum(tl.dot(grad, tl.permute(weight, (0, 2, 1)), input_precision=T.PRECISION), 0)
     return d_children
+
+
+@triton.jit
+def onto_weight(grad, children, d_weight, T: tl.constexpr):
+    """Shapes: grad as in `onto_children`, children [(g n), (c a)], d_weight as in `no_weight_gradient`"""
+    if T.G == 4:
+        d_weight = tl.dot(tl.permute(grad, (1, 0)), children, d_weight, input_precision=T.PRECISION)
+    else:
+        children = tl.broadcast_to(tl.permute(children, (1, 0))[None], (T.JB, T.C * T.AP, T.G * T.BN))
+        d_weight = tl.dot(children, grad, d_weight, input_precision=T.PRECISION)
+    return d_weight
 
 
 @triton.jit
@@ -334,10 +356,11 @@ def hand_down(
 ):
     """Takes the gradients of G rows of the votes to the poses; returns the weights', added to `d_weight`.
 
-    Several rows go together, as if they were windows, for each time all warps have to wait for each other.
+    Several rows go together, as if they were windows, for each time all warps have to wait for each other. Four are
+    tall enough for products that read from shared memory, where both find the gradients, and one adds up over all
+    warps' parents.
 
-    Shapes: grads G times [JB, BN, C, EH, JL, EL], d_weight [JB, (c a), (c e j)] and on the diagonal only,
-        d_poses [n, i, p], d_offset [i, j, d]
+    Shapes: grads G times [JB, BN, C, EH, JL, EL], d_poses [n, i, p], d_offset [i, j, d]
     """
     columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
     upper, lower = (), ()
@@ -348,34 +371,45 @@ def hand_down(
         upper = upper + (rounded(grads[m], T),)
         if T.SPLIT:
             lower = lower + (rounded(grads[m] - upper[m].to(tl.float32), T),)
-    grad = stacked(upper, T)
-    d_children = onto_children(grad, weight, T)
-    if T.SPLIT:
-        rest = stacked(lower, T)
-        d_children += onto_children(rest, weight, T)
     k = tl.arange(0, T.C * T.AP)[None, :]
     child, a = i + k // T.AP, k % T.AP
     row = tl.arange(0, T.G * T.BN)[:, None]
     n = tl.reshape(tl.broadcast_to(n[None, :], (T.G, T.BN)), (T.G * T.BN,))
+    at, there = children_at(n, i, first + row // T.BN, S, T)
+    children = rounded(tl.load(poses + at, mask=there, other=0.0), T)
+    grad = stacked(upper, T)
+    d_children = onto_children(grad, weight, T)
+    d_weight = onto_weight(grad, children, d_weight, T)
+    if T.SPLIT:
+        rest = stacked(lower, T)
+        d_children += onto_children(rest, weight, T)
+        d_weight = onto_weight(rest, children, d_weight, T)
     there = (n < S.N)[:, None] & (child < S.I) & (a < T.A)
     at = (n.to(tl.int64)[:, None] * S.I + child) * (T.M * T.A) + (first + row // T.BN) * T.A + a
     tl.store(d_poses + at, d_children.to(d_poses.dtype.element_ty), mask=there)
-    at, there = children_at(n, i, first + row // T.BN, S, T)
-    children = rounded(tl.load(poses + at, mask=there, other=0.0), T)
-    children = tl.broadcast_to(tl.permute(children, (1, 0))[None], (T.JB, T.C * T.AP, T.G * T.BN))
-    d_weight = tl.dot(children, grad, d_weight, input_precision=T.PRECISION)
-    if T.SPLIT:
-        d_weight = tl.dot(children, rest, d_weight, input_precision=T.PRECISION)
     return d_weight
 
 
 @triton.jit
 def no_weight_gradient(T: tl.constexpr):
-    return tl.zeros((T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL), dtype=tl.float32)
+    """Only where the child of a row is that of a column will it count.
+
+    Shapes: [(jb c e j), (c a)] if G is 4, or [JB, (c a), (c e j)]
+    """
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    if T.G == 4:
+        nothing = tl.zeros((T.JB * columns, T.C * T.AP), dtype=tl.float32)
+    else:
+        nothing = tl.zeros((T.JB, T.C * T.AP, columns), dtype=tl.float32)
+    return nothing
 
 
 @triton.jit
 def store_weight_gradient(x, grad, i, j, S, T: tl.constexpr, ATOMIC: tl.constexpr):
+    if T.G == 4:
+        columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+        low: tl.constexpr = 16 if columns > 16 else columns
+        grad = tl.permute(tl.reshape(grad, (columns // low, T.JB, low, T.C * T.AP)), (1, 3, 0, 2))
     grad = tl.reshape(grad, (T.JB, T.C * T.AP, T.C, T.EH * T.JL * T.EL))
     at, there = weight_at(i, j, S, T)
     add_up(x + at, tl.sum(tl.where(own_child(T), grad, 0.0), 2), there, ATOMIC)
