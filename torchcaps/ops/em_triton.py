@@ -247,8 +247,6 @@ def em_backward(
     j = tl.program_id(2) * (T.JB * T.JL)
     block = tl.program_id(2).to(tl.int64)
     d_poses += block * S.N * S.I * (T.M * T.A)
-    if KIND == EVEN:
-        d_gates += block * S.N * S.I
     if not ATOMIC:
         pairs = tl.program_id(0).to(tl.int64) * S.I * S.J
         d_weight += pairs * (T.A * T.E)
@@ -320,8 +318,9 @@ def em_backward(
             if KIND == GIVEN:
                 tl.store(d_gates + pair, d_share, mask=paired)
             else:
+                warp = (block * T.JB + tl.arange(0, T.JB))[:, None, None] * S.N * S.I
                 at, there = children_of(n, i, S, T)
-                tl.store(d_gates + at, over_parents(d_share), mask=there)
+                tl.store(d_gates + warp + at[None], tl.sum(d_share, 3), mask=there[None])
     if KIND == FITTED:
         moved = ()
         for m in tl.static_range(T.M):
@@ -520,7 +519,8 @@ class _Moments(torch.autograd.Function):
             d_mean, d_precision = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
             d_score = new(splits, n, j)
         else:
-            d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks, n, i)
+            warps = cut.options["num_warps"]  # each has parents of its own, and none waits for the others
+            d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks * warps, n, i)
         em_backward[cut.grid](
             poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, _or(d_offset, gates), d_gates,

@@ -608,7 +608,7 @@ def pack_weight(weight: Tensor, plan: Plan) -> Tensor:
     tile = Tile(*(_value(x) for x in plan.tile))
     over_children, over_parents = triton.cdiv(plan.space.I, tile.C), triton.cdiv(plan.space.J, tile.JB * tile.JL)
     shape = (over_children, over_parents * tile.JB, tile.C * tile.AP, tile.C * tile.EH * tile.JL * tile.EL)
-    dtype = torch.bfloat16 if tile.DT == tl.bfloat16 else torch.float32
+    dtype = torch.bfloat16 if tl.bfloat16 == tile.DT else torch.float32
     packed = torch.empty(shape, dtype=dtype, device=weight.device)
     plain = _known(tile._replace(PACKED=False))
     pack[(over_children, over_parents)](weight, packed, plan.space, plan.tile, plain, num_warps=tile.JB)
