@@ -54,6 +54,8 @@ from torchcaps.ops.windows import Window
 # Where a child's shares come from: the same for every parent [n, i], one for each [n, i, j], or the Gaussians'.
 EVEN, GIVEN, FITTED = (tl.constexpr(x) for x in range(3))
 
+NARROW = 168  # registers of a thread with which a multiprocessor has room for three programs of four warps, not two
+
 
 @triton.jit
 def pairs_of(n, i, j, S, T: tl.constexpr):
@@ -102,7 +104,7 @@ def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.con
     Shapes: [JB, BN, C, EH, JL, EL]
     """
     if T.PRECISION == "tf32x3":
-        start = alone(0.0 if nothing is None else nothing)
+        start = alone(0.0) if nothing is None else nothing
         votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T) + centre[m]
     else:
         start = centre[m] if nothing is None else centre[m] + nothing
@@ -177,7 +179,7 @@ def em_forward(
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
-        again = nothing * i if KIND == FITTED else None
+        again = nothing * zeroth[:, :, None, None, :, None] if KIND == FITTED else None
         if KIND == GIVEN:
             at, there = pairs_of(n, i, j, S, T)
             share = tl.load(gates + at, mask=there, other=0.0)
@@ -264,7 +266,7 @@ def em_backward(
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
-        again = nothing * i if KIND == FITTED else None
+        again = nothing * zeroth[:, :, None, None, :, None] if KIND == FITTED else None
         if KIND == GIVEN:
             pair, paired = pairs_of(n, i, j, S, T)
             share = tl.load(gates + pair, mask=paired, other=0.0)
@@ -466,7 +468,7 @@ class _Moments(torch.autograd.Function):
         if kind == 1:
             gates = gates.expand(*votes.lead, -1, -1).contiguous()
         cut = _plan(votes)
-        packed = pack_weight(weight, cut)
+        packed = pack_weight(weight, cut) if cut.tile.PACKED else weight
         n, i, j = cut.space[-3:]
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         splits, blocks = cut.grid[1:]
@@ -485,7 +487,7 @@ class _Moments(torch.autograd.Function):
         em_forward[cut.grid](
             poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, cut.tile, kind, squares,
-            **cut.options,
+            **(_narrow(votes, cut) if kind == 2 else cut.options),
         )  # fmt: skip
         ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
         return (mass, first, second) if squares else (None, first, None)
@@ -548,7 +550,14 @@ class _Moments(torch.autograd.Function):
 def _plan(votes: Votes, backward: bool = False) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
-    return plan(votes, backward, low=1 if large else 2, block=8, packed=True)
+    packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
+    return plan(votes, backward, low=1 if large else 2, block=8, packed=packed)
+
+
+def _narrow(votes: Votes, plan: Plan) -> dict[str, int | bool]:
+    """Options for a kernel that takes more registers than they are worth, if poses are small."""
+    fits = votes.dim <= 16 and plan.options["num_warps"] <= 4
+    return plan.options | ({"maxnreg": NARROW} if fits else {})
 
 
 def _even(x: Tensor, plan: Plan, competing: Window | None) -> Tensor:
