@@ -5,6 +5,7 @@ Opt-in: `TRITON_INTERPRET=1 pytest tests/ops/test_triton.py` on a CPU, or as it 
 
 import logging
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -315,6 +316,19 @@ def test_atomic_weight_gradients(what, monkeypatch):
     for module in (agreement_triton, em_triton):
         monkeypatch.setattr(module, "PARTIAL_BYTES", 0)
     window, inputs = drawn("matrices") if what == "agreement" else em_inputs("matrices")
+    function = step(window) if what == "agreement" else em(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "windows"])
+@pytest.mark.parametrize("what", ["agreement", "em"])
+def test_gradients_of_four_rows_at_once(what, case, monkeypatch):
+    """As on a GPU with products in bfloat16."""
+    from torchcaps.ops import agreement_triton, em_triton
+
+    for module in (agreement_triton, em_triton):
+        monkeypatch.setattr(module, "plan", partial(module.plan, together=4))
+    window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
     function = step(window) if what == "agreement" else em(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 

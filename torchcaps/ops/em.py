@@ -33,8 +33,6 @@ def em_step(
     if runs_fused(votes):
         from torchcaps.ops.em_triton import fused_em_step
 
-        if votes.parents == 1 and (votes.window is None or not sites):  # it is responsible for every vote
-            parents = None
         return *fused_em_step(votes, activations, parents, votes.window if sites else None), None
     if parents is None:
         everyone = (*votes.lead, votes.in_caps, votes.parents)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.ops.em_fit_triton import fitted
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import (
     PARTIAL_BYTES,
@@ -38,8 +39,10 @@ from torchcaps.ops.votes_triton import (
     no_weight_gradient,
     over_entries,
     over_parents,
+    pack_weight,
     parents_at,
     plan,
+    precision_of,
     store_rows,
     store_weight_gradient,
     sum_over_windows,
@@ -50,6 +53,8 @@ from torchcaps.ops.windows import Window
 
 # Where a child's shares come from: the same for every parent [n, i], one for each [n, i, j], or the Gaussians'.
 EVEN, GIVEN, FITTED = (tl.constexpr(x) for x in range(3))
+
+NARROW = 168  # registers of a thread with which a multiprocessor has room for three programs of four warps, not two
 
 
 @triton.jit
@@ -69,13 +74,17 @@ def load_parents(x, n, j, other, S, T: tl.constexpr):
 
 
 @triton.jit
-def load_centre(x, n, j, S, T: tl.constexpr):
-    """The negative of what is there, to which votes are added. Shapes: as `load_rows`"""
-    rows = load_rows(x, n, j, S, T)
+def times(rows, factor, T: tl.constexpr):
     new = ()
     for m in tl.static_range(T.M):
-        new = new + (-rows[m],)
+        new = new + (rows[m] * factor,)
     return new
+
+
+@triton.jit
+def load_centre(x, n, j, S, T: tl.constexpr):
+    """The negative of what is there, to which votes are added. Shapes: as `load_rows`"""
+    return times(load_rows(x, n, j, S, T), -1.0, T)
 
 
 @triton.jit
@@ -86,26 +95,45 @@ def load_gates(x, n, i, other, S, T: tl.constexpr):
 
 
 @triton.jit
-def from_centre_again(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
-    return cast_votes(children[m], weight, first_votes(offset, alone(nothing), i, j, m, S, T), T) + centre[m]
-
-
-@triton.jit
-def from_centre(children, weight, centre, offset, i, j, m, S, T: tl.constexpr):
+def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr):
     """Row m of the votes, less the centre's, whose negative is given: a product can begin with it, at some loss.
+
+    Args:
+        nothing: 0 as `first_votes` wants it where votes are made again, None for the first time.
 
     Shapes: [JB, BN, C, EH, JL, EL]
     """
     if T.PRECISION == "tf32x3":
-        votes = from_centre_again(children, weight, centre, offset, 0.0, i, j, m, S, T)
+        start = alone(0.0) if nothing is None else nothing
+        votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T) + centre[m]
     else:
-        votes = cast_votes(children[m], weight, first_votes(offset, centre[m], i, j, m, S, T), T)
+        start = centre[m] if nothing is None else centre[m] + nothing
+        votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T)
     return votes
 
 
 @triton.jit
 def no_entries(T: tl.constexpr):
     return tl.zeros((T.JB, T.BN, T.C, T.EH, T.JL, T.EL), dtype=tl.float32)
+
+
+@triton.jit
+def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Divides what belongs to children, summed over blocks, by the parents in all windows that compete for them.
+
+    Shapes: x [blocks, n, (c k k)] -> out [n, (c k k)]
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.cast(S.N, tl.int64) * S.I
+    child, site = (at % S.I).to(tl.int32), (at // S.I % (S.Y * S.X)).to(tl.int32)
+    down, right = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
+    rows = tl.minimum(down // STRIDE, S.Y - 1) - tl.maximum(down - KS + STRIDE, 0) // STRIDE + 1
+    columns = tl.minimum(right // STRIDE, S.X - 1) - tl.maximum(right - KS + STRIDE, 0) // STRIDE + 1
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(blocks):
+        total += tl.load(x + at, mask=at < size, other=0.0)
+        x += size
+    tl.store(out + at, total / (rows * columns * S.J).to(tl.float32), mask=at < size)
 
 
 @triton.jit
@@ -124,7 +152,7 @@ def em_gather(
         children = load_children(poses, n, i, S, T)
         squares = no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
             squares += x * x * sharp[m]
         logits = known - 0.5 * over_entries(squares)
         top = tl.max(tl.max(logits, 3), 0)
@@ -151,6 +179,7 @@ def em_forward(
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
+        again = nothing * zeroth[:, :, None, None, :, None] if KIND == FITTED else None
         if KIND == GIVEN:
             at, there = pairs_of(n, i, j, S, T)
             share = tl.load(gates + at, mask=there, other=0.0)
@@ -160,15 +189,12 @@ def em_forward(
         if KIND == FITTED:
             squares = no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, i, j, m, S, T)
+                x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
                 squares += x * x * sharp[m]
             share *= tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
         new_once, new_twice = (), ()
         for m in tl.static_range(T.M):
-            if KIND == FITTED:
-                x = from_centre_again(children, w, middle, offset, nothing, i, j, m, S, T)
-            else:
-                x = from_centre(children, w, middle, offset, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, again, i, j, m, S, T)
             weighted = to_entries(share) * x
             new_once = new_once + (once[m] + tl.sum(weighted, 2),)
             if SQUARES:
@@ -202,7 +228,7 @@ def em_backward_gather(
         children = load_children(poses, n, i, S, T)
         squares, slopes = no_entries(T), no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, i, j, m, S, T)
+            x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
             squares += x * x * sharp[m]
             slopes += x * (d_once[m] + x * d_twice[m])
         d_share = over_entries(slopes) + d_zeroth
@@ -214,17 +240,15 @@ def em_backward_gather(
 @triton.jit
 def em_backward(
     poses, weight, offset, gates, centre, precision, score, log_total, total, d_mass, d_first, d_second, d_poses,
-    d_weight, d_offset, d_gates, moved, stretched, d_score, nothing, per_split, S, T: tl.constexpr,
+    d_weight, d_offset, d_gates, d_mean, d_precision, d_score, nothing, per_split, S, T: tl.constexpr,
     KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Makes the votes again. The gradient of a log density weights votes and squares, summed in moved and stretched."""
+    """Makes the votes again. A log density's gradient weights votes and squares, summed in d_mean and d_precision."""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
     block = tl.program_id(2).to(tl.int64)
     d_poses += block * S.N * S.I * (T.M * T.A)
-    if KIND == EVEN:
-        d_gates += block * S.N * S.I
     if not ATOMIC:
         pairs = tl.program_id(0).to(tl.int64) * S.I * S.J
         d_weight += pairs * (T.A * T.E)
@@ -236,11 +260,13 @@ def em_backward(
     if KIND == FITTED:
         sharp = load_rows(precision, n, j, S, T)
         known = load_parents(score, n, j, float("-inf"), S, T)
+        d_twice = times(d_twice, 2.0, T)
     once, twice = no_rows(T), no_rows(T)
     zeroth = tl.zeros((T.JB, T.BN, T.JL), dtype=tl.float32)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
+        again = nothing * zeroth[:, :, None, None, :, None] if KIND == FITTED else None
         if KIND == GIVEN:
             pair, paired = pairs_of(n, i, j, S, T)
             share = tl.load(gates + pair, mask=paired, other=0.0)
@@ -249,12 +275,14 @@ def em_backward(
         share = tl.broadcast_to(share, (T.JB, T.BN, T.C, T.JL))
         slopes = no_entries(T)
         if KIND == FITTED:
-            squares = no_entries(T)
+            squares, bends = no_entries(T), no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, i, j, m, S, T)
-                squares += x * x * sharp[m]
-                slopes += x * (d_once[m] + x * d_twice[m])
-            d_share = over_entries(slopes) + d_zeroth
+                x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
+                square = x * x
+                squares += square * sharp[m]
+                bends += square * d_twice[m]
+                slopes += x * d_once[m]
+            d_share = over_entries(slopes + 0.5 * bends) + d_zeroth
             coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
             d_logit = coupling * (share * d_share - load_gates(total, n, i, 0.0, S, T))
             share *= coupling
@@ -264,11 +292,10 @@ def em_backward(
         for top in tl.static_range(0, T.M, T.G):
             grads = ()
             for m in tl.static_range(top, top + T.G):
+                x = from_centre(children, w, middle, offset, again, i, j, m, S, T)
                 if KIND == FITTED:
-                    x = from_centre_again(children, w, middle, offset, nothing, i, j, m, S, T)
-                else:
-                    x = from_centre(children, w, middle, offset, i, j, m, S, T)
-                if SQUARES:
+                    grad = to_entries(share) * (d_once[m] + x * d_twice[m])
+                elif SQUARES:
                     slope = d_once[m] + x * d_twice[m]
                     grad = to_entries(share) * (slope + x * d_twice[m])
                 else:
@@ -293,11 +320,15 @@ def em_backward(
             if KIND == GIVEN:
                 tl.store(d_gates + pair, d_share, mask=paired)
             else:
+                warp = (block * T.JB + tl.arange(0, T.JB))[:, None, None] * S.N * S.I
                 at, there = children_of(n, i, S, T)
-                tl.store(d_gates + at, over_parents(d_share), mask=there)
+                tl.store(d_gates + warp + at[None], tl.sum(d_share, 3), mask=there[None])
     if KIND == FITTED:
-        store_rows(moved, once, split, n, j, S, T)
-        store_rows(stretched, twice, split, n, j, S, T)
+        moved = ()
+        for m in tl.static_range(T.M):
+            moved = moved + (once[m] * tl.reshape(sharp[m], once[m].shape),)
+        store_rows(d_mean, moved, split, n, j, S, T)
+        store_rows(d_precision, times(twice, -0.5, T), split, n, j, S, T)
         at, there = parents_at(n, j, S, T)
         tl.store(d_score + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
 
@@ -305,13 +336,13 @@ def em_backward(
 def fused_fit(votes: Votes, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `gaussian_fit`. Shapes: weights [..., i, j] -> [..., j], [..., j, d], [..., j, d]"""
     centre = _near_the_mean(votes)
-    return _fit(_moments(votes, weights, centre, 1), centre)
+    return _fit(votes, _moments(votes, weights, centre, 1), centre)
 
 
 def fused_mixture(votes: Votes, coupling: Tensor) -> Tensor:
     """As `Votes.mixture`. Shapes: coupling [..., i, j] -> [..., j, d]"""
     centre = torch.zeros(*votes.lead, votes.parents, votes.dim, device=votes.device)
-    return _moments(votes, coupling, centre, 1, squares=False)[1]
+    return _total(_moments(votes, coupling, centre, 1, squares=False)[1]).unflatten(0, votes.lead)
 
 
 def fused_em_step(
@@ -322,29 +353,46 @@ def fused_em_step(
     Args:
         competing: the window, if parents of all windows a child stands in compete for it.
     """
+    if parents is not None:
+        mean, variance, log_prior = parents
+        parents = (mean, variance.reciprocal(), log_prior - 0.5 * variance.log().sum(-1))
+    return _fit(votes, *_step(votes, activations, parents, competing))
+
+
+def fused_em(
+    votes: Votes,
+    activations: Tensor | None,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    temperatures: list[float],
+    competing: Window | None,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    """As `em_routing`. Shapes: -> poses [..., j, d], activations [..., j]"""
+    betas = (beta_u.expand(votes.parents), beta_a.expand(votes.parents))
+    parents = None
+    for temperature in temperatures[:-1]:
+        parents = fitted(*_step(votes, activations, parents, competing), *betas, temperature, floor)
+    moments, centre = _step(votes, activations, parents, competing)
+    return fitted(moments, centre, *betas, temperatures[-1], floor, last=True)
+
+
+def _step(
+    votes: Votes, activations: Tensor | None, parents: tuple[Tensor, Tensor, Tensor] | None, competing: Window | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The moments of each parent's votes, and the centre that they are counted from.
+
+    Args:
+        parents: mean, precision and score of the step before, where score x density is the share before it is made
+            to add up to 1; none means that all are equally responsible.
+    """
     if activations is None:
         activations = torch.ones(*votes.lead, votes.in_caps, device=votes.device)
-    if parents is None:
-        rivals = votes.parents * (1 if competing is None else _windows_of(competing, votes))
+    if parents is None or (votes.parents == 1 and competing is None):  # a lone parent is responsible for every vote
         centre = _near_the_mean(votes)
-        return _fit(_moments(votes, activations / rivals, centre, 0), centre)
-    mean, variance, log_prior = parents
-    score = log_prior - 0.5 * variance.log().sum(-1)
-    moments = _moments(votes, activations, mean, 2, variance.reciprocal(), score, competing=competing)
-    return _fit(moments, mean.detach())
-
-
-def _windows_of(window: Window, votes: Votes) -> Tensor:
-    """How many windows each child stands in. Shapes: -> [y, x, (c k k)]"""
-    k, s = window.kernel_size, window.stride
-    ways = []
-    for sites in votes.lead[1:]:
-        at = torch.arange(sites, device=votes.device)[:, None] * s + torch.arange(k, device=votes.device)
-        last, first = (at // s).clamp(max=sites - 1), ((at - k + s).clamp(min=0) // s)
-        ways.append(last - first + 1)
-    down, right = ways
-    each = down[:, None, :, None] * right[None, :, None, :]  # [y, x, k, k]
-    return each.flatten(2).repeat(1, 1, votes.in_caps // k**2)
+        return _moments(votes, activations, centre, 0, competing=competing), centre
+    mean, precision, score = parents
+    return _moments(votes, activations, mean, 2, precision, score, competing), mean.detach()
 
 
 def _near_the_mean(votes: Votes) -> Tensor:
@@ -352,9 +400,9 @@ def _near_the_mean(votes: Votes) -> Tensor:
         return votes.total() / votes.in_caps
 
 
-def _fit(moments: tuple[Tensor, Tensor, Tensor], centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fit(votes: Votes, moments: tuple[Tensor, Tensor, Tensor], centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mass, mean and variance from sums around a centre, on which they do not depend."""
-    mass, first, second = moments
+    mass, first, second = (_total(x).unflatten(0, votes.lead) for x in moments)
     least = mass.clamp(min=1e-7)[..., None]
     whole = mass[..., None] / least  # 1, but for parents that next to nobody votes for
     first = first / least
@@ -370,10 +418,10 @@ def _moments(
     kind: int,
     precision: Tensor | None = None,
     score: Tensor | None = None,
-    squares: bool = True,
     competing: Window | None = None,
+    squares: bool = True,
 ) -> Any:
-    """Shapes: -> mass [..., j], first and second [..., j, d]; without squares, mass and second are None"""
+    """Shapes: -> mass [s, n, j], first and second [s, n, j, d]; without squares, mass and second are None"""
     offset = votes.offset
     if offset is not None:
         groups, _, parents, _ = votes.weight.shape
@@ -387,7 +435,8 @@ def _moments(
 class _Moments(torch.autograd.Function):
     """Sums of shares, votes and squares around a centre that counts as a constant in them.
 
-    The centre's gradient is that of the Gaussians' means only.
+    The centre's gradient is that of the Gaussians' means only. Each sum comes in parts, one for each split of the
+    children, for whoever takes them to add up; so all parts have the same gradient.
     """
 
     @staticmethod
@@ -410,6 +459,8 @@ class _Moments(torch.autograd.Function):
         ctx.inputs = [None if x is None else (x.dtype, x.shape) for x in given]
         ctx.window, ctx.products, ctx.competing, ctx.kind, ctx.squares = window, products, competing, kind, squares
         weight = weight.to(poses.dtype).contiguous()
+        if precision_of(products)[0] == tl.bfloat16:
+            poses = poses.to(torch.bfloat16)
         offset, gates, centre, precision, score = (
             None if x is None else x.float().contiguous() for x in (offset, gates, centre, precision, score)
         )
@@ -417,69 +468,69 @@ class _Moments(torch.autograd.Function):
         if kind == 1:
             gates = gates.expand(*votes.lead, -1, -1).contiguous()
         cut = _plan(votes)
+        packed = pack_weight(weight, cut) if cut.tile.PACKED else weight
         n, i, j = cut.space[-3:]
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         splits, blocks = cut.grid[1:]
         log_total = None
+        if kind == 0:
+            gates = _even(gates.view(1, n, i), cut, competing)
         if kind == 2:
             gathered = new(blocks, n, i)
             em_gather[cut.grid](
-                poses, weight, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
+                poses, packed, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
                 cut.tile, **cut.options,
             )  # fmt: skip
-            log_total = sum_over_windows(gathered, cut, competing, log=True)
+            log_total = sum_over_windows(gathered, cut, competing)
         first = new(splits, n, j, votes.dim)
         mass, second = (new(splits, n, j), new(splits, n, j, votes.dim)) if squares else (first, first)
         em_forward[cut.grid](
-            poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
+            poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, cut.tile, kind, squares,
-            **cut.options,
+            **(_narrow(votes, cut) if kind == 2 else cut.options),
         )  # fmt: skip
-        ctx.save_for_backward(poses, weight, offset, gates, centre, precision, score, log_total)
-        first = _total(first).unflatten(0, votes.lead)
-        if not squares:
-            return None, first, None
-        return _total(mass).unflatten(0, votes.lead), first, _total(second).unflatten(0, votes.lead)
+        ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
+        return (mass, first, second) if squares else (None, first, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_mass: Tensor | None, d_first: Tensor, d_second: Tensor | None) -> Any:
-        poses, weight, offset, gates, centre, precision, score, log_total = ctx.saved_tensors
+        poses, weight, packed, offset, gates, centre, precision, score, log_total = ctx.saved_tensors
         votes = Votes(poses, weight, ctx.window, offset, ctx.products)
         cut = _plan(votes, backward=True)
         n, i, j = cut.space[-3:]
         splits, blocks = cut.grid[1:]
-        d_first = d_first.float().contiguous()
-        d_mass, d_second = (d_first if x is None else x.float().contiguous() for x in (d_mass, d_second))
+        d_first = d_first[0].contiguous()
+        d_mass, d_second = (d_first if x is None else x[0].contiguous() for x in (d_mass, d_second))
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
         copies = 1 if atomic else cut.grid[0]
         new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
         wide = blocks > 1 or interpreted()  # the interpreter does not round to bfloat16, it cuts off
-        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else poses.dtype)
+        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else ctx.inputs[0][0])
         d_weight = new_sum(copies, *weight.shape)
         d_offset = None if offset is None else new_sum(copies, *offset.shape)
-        total, moved, stretched, d_score = gates, gates, gates, gates
+        total, d_mean, d_precision, d_score = gates, gates, gates, gates
         if ctx.kind == 2:
             d_gates = new(blocks, n, i)
             em_backward_gather[cut.grid](
-                poses, weight, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
+                poses, packed, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
                 d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
             )  # fmt: skip
-            d_gates = _total(d_gates)
-            total = sum_over_windows((d_gates * gates.view_as(d_gates))[None], cut, ctx.competing)
-            moved, stretched = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
+            total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
+            d_mean, d_precision = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
             d_score = new(splits, n, j)
         else:
-            d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks, n, i)
+            warps = cut.options["num_warps"]  # each has parents of its own, and none waits for the others
+            d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks * warps, n, i)
         em_backward[cut.grid](
-            poses, weight, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
+            poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
             _or(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, _or(d_offset, gates), d_gates,
-            moved, stretched, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
+            d_mean, d_precision, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
             **cut.options,
         )  # fmt: skip
-        if ctx.kind == 0:
-            d_gates = _total(d_gates)
+        if ctx.kind != 1:
+            d_gates = _even(d_gates, cut, ctx.competing) if ctx.kind == 0 else _total(d_gates)
         grads: list[Tensor | None] = [
             fold_windows(d_poses, poses, cut, ctx.window),
             _total(d_weight),
@@ -490,8 +541,7 @@ class _Moments(torch.autograd.Function):
             None,
         ]
         if ctx.kind == 2:
-            d_precision = -0.5 * _total(stretched)
-            grads[4:] = [_total(moved).mul_(precision.view_as(d_precision)), d_precision, _total(d_score)]
+            grads[4:] = [_total(d_mean), _total(d_precision), _total(d_score)]
         pairs = zip(grads, ctx.inputs, strict=True)
         shaped = (None if x is None else x.to(like[0]).reshape(like[1]) for x, like in pairs)
         return *shaped, None, None, None, None, None
@@ -500,7 +550,24 @@ class _Moments(torch.autograd.Function):
 def _plan(votes: Votes, backward: bool = False) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
-    return plan(votes, backward, low=1 if large else 2, block=8)
+    packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
+    return plan(votes, backward, low=1 if large else 2, block=8, packed=packed)
+
+
+def _narrow(votes: Votes, plan: Plan) -> dict[str, int | bool]:
+    """Options for a kernel that takes more registers than they are worth, if poses are small."""
+    fits = votes.dim <= 16 and plan.options["num_warps"] <= 4
+    return plan.options | ({"maxnreg": NARROW} if fits else {})
+
+
+def _even(x: Tensor, plan: Plan, competing: Window | None) -> Tensor:
+    """Shapes: x [blocks, n, i] -> [n, i]"""
+    window = competing or Window(1)
+    out = torch.empty(x.shape[1:], dtype=torch.float32, device=x.device)
+    block = 512
+    grid = (triton.cdiv(out.numel(), block),)
+    even_shares[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, block)
+    return out
 
 
 def _or(x: Tensor | None, unused: Tensor) -> Tensor:
@@ -508,4 +575,4 @@ def _or(x: Tensor | None, unused: Tensor) -> Tensor:
 
 
 def _total(x: Tensor) -> Tensor:
-    return x.sum(0) if len(x) > 1 else x[0]
+    return x.sum(0) if len(x) > 1 else x.squeeze(0)

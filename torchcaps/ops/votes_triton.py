@@ -14,7 +14,7 @@ parents moves two numbers for each child.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     """What a kernel knows when it is compiled. Poses have M rows of A, votes M rows of E; AP and EH * EL are padded.
 
     Gradients of G rows are multiplied together; with SPLIT in two parts, the second being what rounding left over.
+    Weights lie in memory as they are, or PACKED, as products take them.
     """
 
     M: int
@@ -55,6 +56,7 @@ class Tile(NamedTuple):
     DT: tl.dtype
     PRECISION: str
     SPLIT: bool
+    PACKED: bool
 
 
 class Space(NamedTuple):
@@ -139,9 +141,29 @@ def load_weight(weight, i, j, S, T: tl.constexpr):
 
     Shapes: [JB, (c a), (c e j)]
     """
-    at, there = weight_at(i, j, S, T)
-    dense = rounded(tl.load(weight + at, mask=there, other=0.0), T)[:, :, None, :]
-    return tl.reshape(tl.where(own_child(T), dense, 0.0), (T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL))
+    if T.PACKED:
+        w = tl.load(weight + packed_at(i, j, S, T))
+    else:
+        at, there = weight_at(i, j, S, T)
+        dense = rounded(tl.load(weight + at, mask=there, other=0.0), T)[:, :, None, :]
+        w = tl.reshape(tl.where(own_child(T), dense, 0.0), (T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL))
+    return w
+
+
+@triton.jit
+def packed_at(i, j, S, T: tl.constexpr):
+    """Where packed weights lie: a tile for each C children and JL parents. Shapes: [JB, (c a), (c e j)]"""
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    tile = i // T.C * (tl.cdiv(S.J, T.JB * T.JL) * T.JB) + j // T.JL + tl.arange(0, T.JB)
+    row = tile[:, None] * (T.C * T.AP) + tl.arange(0, T.C * T.AP)[None, :]
+    return row[:, :, None] * columns + tl.arange(0, columns)[None, None, :]
+
+
+@triton.jit
+def pack(weight, packed, S, T: tl.constexpr, PLAIN: tl.constexpr):
+    """Args: PLAIN: T, but for weights as they are."""
+    i, j = tl.program_id(0) * T.C, tl.program_id(1) * (T.JB * T.JL)
+    tl.store(packed + packed_at(i, j, S, T), load_weight(weight, i, j, S, PLAIN).to(packed.dtype.element_ty))
 
 
 @triton.jit
@@ -163,8 +185,8 @@ def alone(x):
 def first_votes(offset, start, i, j, m, S, T: tl.constexpr):
     """What votes are added to: `start`, and the offset if there is one.
 
-    Where they are made twice, a `start` that the compiler cannot know keeps it from holding on to the first ones, for
-    which there are no registers.
+    Where they are made twice, a `start` that the compiler cannot know, other for each child, keeps it from holding on
+    to the first ones, for which there are no registers.
 
     Shapes: start broadcastable to [JB, BN, C, EH, JL, EL] -> [JB, BN, (c e j)]
     """
@@ -282,7 +304,10 @@ def add_up(x, value, there, ATOMIC: tl.constexpr):
 
 @triton.jit
 def stacked(rows, T: tl.constexpr):
-    """G tensors as one. Shapes: G times [JB, BN, C, EH, JL, EL] -> [JB, (g n), (c e j)]"""
+    """G tensors as one.
+
+    Shapes: G times [JB, BN, C, EH, JL, EL] -> [(g n), (jb c e j)] if G is 4, or [JB, (g n), (c e j)]
+    """
     if T.G == 4:
         x = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))
         x = tl.permute(x, (0, 7, 6, 1, 2, 3, 4, 5))
@@ -290,20 +315,39 @@ def stacked(rows, T: tl.constexpr):
         x = tl.permute(tl.join(rows[0], rows[1]), (0, 6, 1, 2, 3, 4, 5))
     else:
         x = rows[0]
-    return tl.reshape(x, (T.JB, T.G * T.BN, T.C * T.EH * T.JL * T.EL))
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    x = tl.reshape(x, (T.JB, T.G * T.BN, columns))
+    return side_by_side(x, T) if T.G == 4 else x
+
+
+@triton.jit
+def side_by_side(x, T: tl.constexpr):
+    """All warps' parents in one row, 16 columns of each in turn. Shapes: [JB, r, (c e j)] -> [r, (h jb l)]"""
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    low: tl.constexpr = 16 if columns > 16 else columns
+    x = tl.permute(tl.reshape(x, (T.JB, x.shape[1], columns // low, low)), (1, 2, 0, 3))
+    return tl.reshape(x, (x.shape[0], T.JB * columns))
 
 
 @triton.jit
 def onto_children(grad, weight, T: tl.constexpr):
-    """Shapes: [JB, (g n), (c e j)], [JB, (c a), (c e j)] -> [(g n), (c a)]"""
-    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
-    if T.G == 4:  # tall enough for a product that reads from shared memory, where it adds up over all warps' parents
-        grad = tl.reshape(tl.permute(grad, (1, 0, 2)), (T.G * T.BN, T.JB * columns))
-        weight = tl.reshape(tl.permute(weight, (0, 2, 1)), (T.JB * columns, T.C * T.AP))
-        d_children = tl.dot(grad, weight, input_precision=T.PRECISION)
+    """Shapes: [(g n), (jb c e j)] if G is 4, or [JB, (g n), (c e j)]; [JB, (c a), (c e j)] -> [(g n), (c a)]"""
+    if T.G == 4:
+        d_children = tl.dot(grad, tl.permute(side_by_side(weight, T), (1, 0)), input_precision=T.PRECISION)
     else:
         d_children = tl.sum(tl.dot(grad, tl.permute(weight, (0, 2, 1)), input_precision=T.PRECISION), 0)
     return d_children
+
+
+@triton.jit
+def onto_weight(grad, children, d_weight, T: tl.constexpr):
+    """Shapes: grad as in `onto_children`, children [(g n), (c a)], d_weight as in `no_weight_gradient`"""
+    if T.G == 4:
+        d_weight = tl.dot(tl.permute(grad, (1, 0)), children, d_weight, input_precision=T.PRECISION)
+    else:
+        children = tl.broadcast_to(tl.permute(children, (1, 0))[None], (T.JB, T.C * T.AP, T.G * T.BN))
+        d_weight = tl.dot(children, grad, d_weight, input_precision=T.PRECISION)
+    return d_weight
 
 
 @triton.jit
@@ -312,10 +356,11 @@ def hand_down(
 ):
     """Takes the gradients of G rows of the votes to the poses; returns the weights', added to `d_weight`.
 
-    Several rows go together, as if they were windows, for each time all warps have to wait for each other.
+    Several rows go together, as if they were windows, for each time all warps have to wait for each other. Four are
+    tall enough for products that read from shared memory, where both find the gradients, and one adds up over all
+    warps' parents.
 
-    Shapes: grads G times [JB, BN, C, EH, JL, EL], d_weight [JB, (c a), (c e j)] and on the diagonal only,
-        d_poses [n, i, p], d_offset [i, j, d]
+    Shapes: grads G times [JB, BN, C, EH, JL, EL], d_poses [n, i, p], d_offset [i, j, d]
     """
     columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
     upper, lower = (), ()
@@ -326,34 +371,45 @@ def hand_down(
         upper = upper + (rounded(grads[m], T),)
         if T.SPLIT:
             lower = lower + (rounded(grads[m] - upper[m].to(tl.float32), T),)
-    grad = stacked(upper, T)
-    d_children = onto_children(grad, weight, T)
-    if T.SPLIT:
-        rest = stacked(lower, T)
-        d_children += onto_children(rest, weight, T)
     k = tl.arange(0, T.C * T.AP)[None, :]
     child, a = i + k // T.AP, k % T.AP
     row = tl.arange(0, T.G * T.BN)[:, None]
     n = tl.reshape(tl.broadcast_to(n[None, :], (T.G, T.BN)), (T.G * T.BN,))
+    at, there = children_at(n, i, first + row // T.BN, S, T)
+    children = rounded(tl.load(poses + at, mask=there, other=0.0), T)
+    grad = stacked(upper, T)
+    d_children = onto_children(grad, weight, T)
+    d_weight = onto_weight(grad, children, d_weight, T)
+    if T.SPLIT:
+        rest = stacked(lower, T)
+        d_children += onto_children(rest, weight, T)
+        d_weight = onto_weight(rest, children, d_weight, T)
     there = (n < S.N)[:, None] & (child < S.I) & (a < T.A)
     at = (n.to(tl.int64)[:, None] * S.I + child) * (T.M * T.A) + (first + row // T.BN) * T.A + a
     tl.store(d_poses + at, d_children.to(d_poses.dtype.element_ty), mask=there)
-    at, there = children_at(n, i, first + row // T.BN, S, T)
-    children = rounded(tl.load(poses + at, mask=there, other=0.0), T)
-    children = tl.broadcast_to(tl.permute(children, (1, 0))[None], (T.JB, T.C * T.AP, T.G * T.BN))
-    d_weight = tl.dot(children, grad, d_weight, input_precision=T.PRECISION)
-    if T.SPLIT:
-        d_weight = tl.dot(children, rest, d_weight, input_precision=T.PRECISION)
     return d_weight
 
 
 @triton.jit
 def no_weight_gradient(T: tl.constexpr):
-    return tl.zeros((T.JB, T.C * T.AP, T.C * T.EH * T.JL * T.EL), dtype=tl.float32)
+    """Only where the child of a row is that of a column will it count.
+
+    Shapes: [(jb c e j), (c a)] if G is 4, or [JB, (c a), (c e j)]
+    """
+    columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+    if T.G == 4:
+        nothing = tl.zeros((T.JB * columns, T.C * T.AP), dtype=tl.float32)
+    else:
+        nothing = tl.zeros((T.JB, T.C * T.AP, columns), dtype=tl.float32)
+    return nothing
 
 
 @triton.jit
 def store_weight_gradient(x, grad, i, j, S, T: tl.constexpr, ATOMIC: tl.constexpr):
+    if T.G == 4:
+        columns: tl.constexpr = T.C * T.EH * T.JL * T.EL
+        low: tl.constexpr = 16 if columns > 16 else columns
+        grad = tl.permute(tl.reshape(grad, (columns // low, T.JB, low, T.C * T.AP)), (1, 3, 0, 2))
     grad = tl.reshape(grad, (T.JB, T.C * T.AP, T.C, T.EH * T.JL * T.EL))
     at, there = weight_at(i, j, S, T)
     add_up(x + at, tl.sum(tl.where(own_child(T), grad, 0.0), 2), there, ATOMIC)
@@ -394,10 +450,12 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
 
 
 @triton.jit
-def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum, or with LOG the log of the sum of exp, over all windows a child stands in, for each of these windows.
+def over_windows(
+    x, factor, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum of x times a factor, or with LOG the log of the sum of exp(x), over all windows a child stands in.
 
-    Shapes: x [blocks, n, (c k k)] -> out [n, (c k k)]
+    Shapes: x [blocks, n, (c k k)], factor [n, (c k k)] -> out [n, (c k k)], for each of these windows
     """
     image = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -405,6 +463,7 @@ def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG:
     sites = S.Y * S.X
     there = site < sites
     x += image * (sites * S.I)
+    factor += image * (sites * S.I)
     down, right = site // S.X * STRIDE + child // KS % KS, site % S.X * STRIDE + child % KS
     top = tl.full((BLOCK,), LEAST, tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -418,7 +477,8 @@ def over_windows(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG:
                 total = total * tl.exp(top - new) + tl.exp(value - new)
                 top = new
             else:
-                total += tl.load(x + source, mask=seen, other=0.0)
+                weight = tl.load(factor + source, mask=seen, other=0.0)
+                total += tl.load(x + source, mask=seen, other=0.0) * weight
         x += tl.cast(S.N, tl.int64) * S.I
     if LOG:
         total = top + tl.log(total)
@@ -470,6 +530,7 @@ def plan(
     stages: int = 2,
     registers: int | None = None,
     programs: int = 1024,
+    packed: bool = False,
 ) -> Plan:
     """How to cut these votes up.
 
@@ -515,18 +576,43 @@ def plan(
         DT=dtype,
         PRECISION=precision,
         SPLIT=votes.products == torch.bfloat16 and n * votes.in_caps * parents < FEW_PAIRS,
+        PACKED=packed,
     )
     over_windows, over_parents = triton.cdiv(n, tile.BN), triton.cdiv(parents, high * low)
     splits = max(1, min(triton.cdiv(programs, over_windows * over_parents), triton.cdiv(votes.in_caps, 8 * children)))
     per_split = triton.cdiv(triton.cdiv(votes.in_caps, splits), children) * children
     return Plan(
-        tile if interpreted() else Tile(*(tl.constexpr(x) for x in tile)),
+        _known(tile),
         Space(sb, sc, sp, sh, sw, sh * window.stride, sw * window.stride, y, x, n, votes.in_caps, parents),
         per_split,
         (over_windows, triton.cdiv(votes.in_caps, per_split), over_parents),
         {"num_warps": high, "num_stages": stages, "enable_fp_fusion": True}
         | ({} if registers is None else {"maxnreg": registers}),
     )
+
+
+def _known(tile: Tile) -> Tile:
+    """As kernels take it."""
+    return tile if interpreted() else Tile(*(tl.constexpr(x) for x in tile))
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+def pack_weight(weight: Tensor, plan: Plan) -> Tensor:
+    """The weights in the products' dtype, with their zeros, tile after tile: a kernel takes them as they come.
+
+    Shapes: weight [g, a, j, e] -> [i / C, j / JL, (c a), (c e j)], the numbers of tiles rounded up
+    """
+    tile = Tile(*(_value(x) for x in plan.tile))
+    over_children, over_parents = triton.cdiv(plan.space.I, tile.C), triton.cdiv(plan.space.J, tile.JB * tile.JL)
+    shape = (over_children, over_parents * tile.JB, tile.C * tile.AP, tile.C * tile.EH * tile.JL * tile.EL)
+    dtype = torch.bfloat16 if tl.bfloat16 == tile.DT else torch.float32
+    packed = torch.empty(shape, dtype=dtype, device=weight.device)
+    plain = _known(tile._replace(PACKED=False))
+    pack[(over_children, over_parents)](weight, packed, plan.space, plan.tile, plain, num_warps=tile.JB)
+    return packed
 
 
 def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | None) -> Tensor:
@@ -545,12 +631,16 @@ def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | No
     return folded.permute(0, 3, 4, 1, 2)
 
 
-def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, log: bool = False) -> Tensor:
-    """Shapes: x [blocks, n, i] -> [n, i]"""
+def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, factor: Tensor | None = None) -> Tensor:
+    """The sum of x times a factor, without one the log of the sum of exp(x).
+
+    Shapes: x [blocks, n, i], factor [n, i] -> [n, i]
+    """
     window = window or Window(1)
     out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
     block = 512
     sites = plan.space.Y * plan.space.X
     grid = (plan.space.N // sites, triton.cdiv(sites * plan.space.I, block))
-    over_windows[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
+    log, factor = factor is None, x if factor is None else factor
+    over_windows[grid](x, factor, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
     return out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchcaps.functional import check_count
 from torchcaps.ops import Votes, em_step, in_full_precision
+from torchcaps.ops.backend import runs_fused
 from torchcaps.types import Capsules
 
 VARIANCE_FLOOR = 5e-4  # added to variances, which are zero where a parent has one child
@@ -45,6 +46,12 @@ def em_routing(
     """
     check_count("iterations", iterations)
     votes = Votes.of(votes)
+    if runs_fused(votes):
+        from torchcaps.ops.em_triton import fused_em
+
+        temperatures = [inverse_temperature(iteration) for iteration in range(iterations)]
+        competing = votes.window if sites else None
+        return Capsules(*fused_em(votes, activations, beta_u, beta_a, temperatures, competing, variance_floor), None)
 
     parents = None
     for iteration in range(iterations):
