@@ -153,19 +153,26 @@ def sinkhorn_divergence(
     else:
         x, y, distances = widen(x), widen(y), _euclidean_distances
 
-    def transport(x: Tensor, y: Tensor) -> Tensor:
-        costs = distances(x, y)
+    def transport(costs: Tensor) -> Tensor:
         plan = transport_plan(costs if through_plan else costs.detach(), epsilon=epsilon, iterations=iterations)
         return (plan * costs).sum(dim=(-2, -1))
 
-    return 2 * transport(x, y) - transport(x, x) - transport(y, y) if bias_fix else transport(x, y)
+    if not bias_fix:
+        return transport(distances(x, y))
+    costs = distances(x, y), distances(x, x), distances(y, y)
+    if x.shape == y.shape:  # all three at once
+        between, of_x, of_y = transport(torch.stack(costs))
+    else:
+        between, of_x, of_y = map(transport, costs)
+    return 2 * between - of_x - of_y
 
 
 def transport_plan(costs: Tensor, *, epsilon: float = 1.0, iterations: int = 10) -> Tensor:
     """Li's Eq. 9 and 10: P = diag(a) K diag(b) with K = exp(-Q / epsilon), between uniform weights 1/n and 1/m.
 
     b starts at 1/m; then a = (1/n) / (K b), b = (1/m) / (K^T a) in turn, each from the other's newest value (both from
-    old ones, as Eq. 9 is printed, would not move unit mass). All in logarithms, so no epsilon is too small.
+    old ones, as Eq. 9 is printed, would not move unit mass). That is to make the rows of K, then its columns, sum to
+    one again and again. It is done in logarithms, so no epsilon is too small.
 
     Shapes: costs [..., n, m] -> [..., n, m]
     """
@@ -175,13 +182,10 @@ def transport_plan(costs: Tensor, *, epsilon: float = 1.0, iterations: int = 10)
         raise ValueError(f"iterations must be at least 1, got {iterations}")
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}")
-    n, m = costs.shape[-2:]
-    log_k = -widen(costs) / epsilon
-    log_b = torch.full_like(log_k[..., :1, :], -math.log(m))
-    for _ in range(iterations):
-        log_a = -math.log(n) - torch.logsumexp(log_k + log_b, dim=-1, keepdim=True)
-        log_b = -math.log(m) - torch.logsumexp(log_k + log_a, dim=-2, keepdim=True)
-    return (log_k + log_a).softmax(dim=-2) / m  # a K b, as the last b makes each column's sum 1/m, but never above 1
+    log_plan = -widen(costs) / epsilon
+    for _ in range(iterations - 1):
+        log_plan = log_plan.log_softmax(dim=-1).log_softmax(dim=-2)
+    return log_plan.log_softmax(dim=-1).softmax(dim=-2) / costs.shape[-1]  # each column's sum is 1/m
 
 
 def kl_divergence(x: Tensor, y: Tensor) -> Tensor:

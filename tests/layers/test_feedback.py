@@ -129,6 +129,33 @@ def test_wiring():
     assert isinstance(some.units["within_2"].generator, CapDeconv)
 
 
+OPTIONS = [{}, {"cost": "l2"}, {"bias_fix": False}, {"through_plan": True}, {"extractor": False}, {"divergence": "kl"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_all_units_at_once_cost_what_they_cost_one_by_one(options):
+    """Their features have 1, 4 and 16 numbers, or without an extractor several hundred."""
+    shapes = [{"start": (4, 16), "end": (8, 8)}, {"start": (8, 8), "end": (16, 4)}]
+    paths = []
+    for shape in shapes:
+        start, end = (torch.rand(5, c, s, s, dtype=torch.float64, requires_grad=True) for c, s in shape.values())
+        paths.append(Path(start, first=end.flip(0), half=end.sqrt(), end=end))
+    feedback = Feedback((4, 8, 16), (2, 2), "both", weight=3.0, caps=2, **options).double()
+    inputs = [paths[0].start, paths[0].end, paths[1].end]
+    expected = 3 * sum(
+        feedback.units[f"within_{n}"](path.end, path.first) + feedback.units[f"within2_{n}"](path.half, path.start)
+        for n, path in enumerate(paths, 1)
+    )
+    torch.testing.assert_close(feedback(paths), expected)
+    ours, theirs = (torch.autograd.grad(x, inputs, retain_graph=True) for x in (feedback(paths), expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_batch_of_one_costs_nothing_in_any_unit():
+    path = Path(*(torch.rand(1, 4, 8, 8) for _ in range(4)))
+    assert Feedback((4, 4), (1,), "both", caps=2)([path]) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_compares_in_float32(dtype):
     g, (v, u) = unit().to(dtype), features()

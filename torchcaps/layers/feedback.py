@@ -6,9 +6,10 @@ It serves training alone and attaches to any network that shows the features alo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchcaps.layers.encap import CapDeconv
@@ -92,17 +93,23 @@ class FeedbackUnit(nn.Module):
         self.extractor = extractor_network(target) if extractor else nn.Flatten()
 
     def forward(self, latent: Tensor, target: Tensor) -> Tensor:
-        latent, target = _as_channels(latent), _as_channels(target)
         if len(target) < 2:
             return target.new_zeros((), dtype=torch.promote_types(target.dtype, torch.float32))
+        return self.compare(*self.extract(latent, target))
+
+    def extract(self, latent: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """f(u') and f(u), of the whole batch. Shapes: -> two of [b, f]"""
+        latent, target = _as_channels(latent), _as_channels(target)
         size = (target.shape[2], target.shape[3])
         if isinstance(self.generator, CapDeconv):
             recovered = self.generator(latent.unflatten(1, (self.caps, -1)), size=size).poses.flatten(1, 2)
         else:
             recovered = self.generator(latent, size)
         low, high = self.extractor(target), self.extractor(recovered)
-        if self.gather is not None:
-            low, high = self.gather(low), self.gather(high)
+        return (high, low) if self.gather is None else (self.gather(high), self.gather(low))
+
+    def compare(self, high: Tensor, low: Tensor) -> Tensor:
+        """Shapes: two of [b, f] -> []; for OT also [..., b, f] -> [...]"""
         return kl_divergence(low, high) if self.divergence == "kl" else sinkhorn_divergence(high, low, **self.sinkhorn)
 
 
@@ -184,12 +191,27 @@ class Feedback(nn.Module):
                 self.units[f"within2_{n + 1}"] = FeedbackUnit(above, below, stride, **options)
 
     def forward(self, paths: Sequence[Path]) -> Tensor:
-        penalties = []
-        for name, unit in self.units.items():
+        units = [cast(FeedbackUnit, unit) for unit in self.units.values()]
+        ends = []  # v and u of each unit
+        for name in self.units:
             wiring, module = name.split("_")
             path = paths[int(module) - 1]
-            penalties.append(unit(path.end, path.first) if wiring == "within" else unit(path.half, path.start))
-        return self.weight * torch.stack(penalties).sum()
+            ends.append((path.end, path.first) if wiring == "within" else (path.half, path.start))
+        if units[0].divergence == "kl" or len(paths[0].start) < 2:
+            penalties = torch.stack([unit(*pair) for unit, pair in zip(units, ends, strict=True)])
+        else:  # Sinkhorn's iterations of all units at once
+            pairs = [unit.extract(*pair) for unit, pair in zip(units, ends, strict=True)]
+            penalties = units[0].compare(_stack([high for high, _ in pairs]), _stack([low for _, low in pairs]))
+        return self.weight * penalties.sum()
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    """Zeros at the end of a vector change neither its direction nor how far it is from others.
+
+    Shapes: each [b, f'] -> [u, b, f] with the largest f
+    """
+    most = max(row.shape[1] for row in rows)
+    return torch.stack([F.pad(row, (0, most - row.shape[1])) for row in rows])
 
 
 def _as_channels(features: Tensor) -> Tensor:
