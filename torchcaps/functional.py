@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchcaps.fused import has_triton, wanted
 
@@ -31,6 +31,33 @@ def squash(poses: Tensor, dim: int = -1) -> Tensor:
     s = widen(poses)
     norm = torch.linalg.vector_norm(s, dim=dim, keepdim=True)
     return (s * (norm / (1 + norm * norm))).to(poses.dtype)
+
+
+def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int) -> Tensor:
+    """Batch norm over the channels, ReLU, and the squash of each capsule among them.
+
+    Shapes: [b, (c d), h, w] -> [b, c, d, h, w]
+    """
+    if wanted(features.device) and has_triton():
+        from torchcaps.fused import encap_triton
+
+        if isinstance(norm, nn.BatchNorm2d) and encap_triton.takes_activation(features, norm, caps):
+            return encap_triton.activation(features, norm, caps).unflatten(1, (caps, -1))
+    return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)
+
+
+def gated(first: Tensor, second: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
+    """m1 s1 + m2 s2, with a coefficient for each capsule.
+
+    Shapes: first and second [b, c, d, h, w], m1 and m2 [b, c, h, w] -> [b, c, d, h, w]
+    """
+    if wanted(first.device) and has_triton():
+        from torchcaps.fused import encap_triton
+
+        rows = first.movedim(2, -1), second.movedim(2, -1), m1, m2
+        if encap_triton.takes_gate(*rows):
+            return encap_triton.gate(*rows).movedim(-1, 2)
+    return m1.unsqueeze(2) * first + m2.unsqueeze(2) * second
 
 
 def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:

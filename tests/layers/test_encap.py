@@ -5,9 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from torchcaps.layers.encap import CapConv, CapDeconv, CapFC
+from torchcaps.ops import grouped
 from torchcaps.routing.master_aide import MasterAide, master_aide
 
 CAPS, P, D = 3, 2, 4
+
+
+@pytest.fixture(autouse=True, params=["by group", "all at once"])
+def form(request, monkeypatch):
+    """Every test runs in both forms of the grouped convolutions."""
+    monkeypatch.setattr(grouped, "spreads", lambda x, channels: request.param == "all at once")
 
 
 def squash_by_hand(s):

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import flatten_capsules, squash
+from torchcaps.functional import flatten_capsules, norm_relu_squash, squash
+from torchcaps.ops.grouped import GroupedConv2d, GroupedConvTranspose2d
 from torchcaps.types import Capsules
 
 
@@ -57,7 +58,7 @@ class CapConv(nn.Module):
         if aide not in ("full", "complement"):
             raise ValueError(f"aide must be full or complement, got {aide!r}")
         ins, outs = caps * in_dim, caps * out_dim
-        master = nn.Conv2d(ins, outs, kernel_size, stride, padding=kernel_size // 2, groups=caps)
+        master = GroupedConv2d(ins, outs, kernel_size, stride, padding=kernel_size // 2, groups=caps)
         if routing is None:
             self.routing, self.aide = None, None
             self.master: nn.Module = master
@@ -108,7 +109,7 @@ class Activation(nn.Module):
         self.norm = nn.BatchNorm2d(caps * dim)
 
     def forward(self, features: Tensor) -> Tensor:
-        return squash(F.relu(self.norm(features)).unflatten(1, (self.caps, -1)), dim=2)
+        return norm_relu_squash(features, self.norm, self.caps)
 
 
 class ComplementConv(nn.Conv2d):
@@ -138,7 +139,7 @@ class CapDeconv(nn.Module):
 
     def __init__(self, caps: int, in_dim: int, out_dim: int, stride: int = 1):
         super().__init__()
-        self.conv = nn.ConvTranspose2d(caps * in_dim, caps * out_dim, 3, stride, padding=1, groups=caps)
+        self.conv = GroupedConvTranspose2d(caps * in_dim, caps * out_dim, 3, stride, padding=1, groups=caps)
         self.activation = Activation(caps, out_dim)
 
     def forward(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.layers.init import glorot_uniform_
-from torchcaps.layers.same import conv_same
+from torchcaps.layers.same import pad_same
+from torchcaps.ops.grouped import convolve_groups
 from torchcaps.types import Capsules, Routing
 
 
@@ -60,9 +61,10 @@ class PooledConvCaps(nn.Module):
 
     def vote(self, poses: Tensor) -> Tensor:
         """Shapes: poses [b, i, p, h, w] -> votes [b, h', w', i, j, d]"""
-        children = len(self.weight)
-        votes = conv_same(poses.flatten(1, 2), self.weight.flatten(0, 2), self.bias.flatten(), self.stride, children)
-        return votes.unflatten(1, self.bias.shape).permute(0, 4, 5, 1, 2, 3).contiguous()
+        rows, columns = self.weight.shape[4:]
+        features, padding = pad_same(poses.flatten(1, 2), (rows, columns), self.stride)
+        votes = convolve_groups(features, self.weight.flatten(1, 2), self.bias.flatten(1), self.stride, padding)
+        return votes.unflatten(4, self.bias.shape[1:])
 
 
 class FullWindowCaps(PooledConvCaps):
@@ -96,4 +98,6 @@ class FullWindowCaps(PooledConvCaps):
         if poses.shape[3:] != self.weight.shape[4:]:
             size, given = ("{} x {}".format(*x.shape[-2:]) for x in (self.weight, poses))
             raise ValueError(f"the window is as large as the map, {size}, and got a map of {given}")
-        return torch.einsum("bipyx,ijdpyx->bijd", poses, self.weight) + self.bias
+        weight, children = self.weight.flatten(3).flatten(1, 2), poses.flatten(2).permute(1, 2, 0)
+        votes = torch.bmm(weight, children)  # [i, (j d), b]: the gradient of the weights then lies as they do
+        return votes.permute(2, 0, 1).reshape(len(poses), *self.bias.shape) + self.bias

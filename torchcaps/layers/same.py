@@ -17,8 +17,17 @@ def conv_same(features: Tensor, weight: Tensor, bias: Tensor | None = None, stri
 
     Shapes: features [b, c, h, w], weight [c', c / groups, k, k] -> [b, c', ceil(h / stride), ceil(w / stride)]
     """
-    top, bottom = same_padding(features.shape[2], weight.shape[2], stride)
-    left, right = same_padding(features.shape[3], weight.shape[3], stride)
+    features, padding = pad_same(features, (weight.shape[2], weight.shape[3]), stride)
+    return F.conv2d(features, weight, bias, stride, padding, groups=groups)
+
+
+def pad_same(features: Tensor, window: tuple[int, int], stride: int) -> tuple[Tensor, tuple[int, int]]:
+    """The features, and what a convolution still has to add on both sides; uneven padding is added to them already.
+
+    Shapes: [b, c, h, w] -> [b, c, h', w']
+    """
+    top, bottom = same_padding(features.shape[2], window[0], stride)
+    left, right = same_padding(features.shape[3], window[1], stride)
     if (top, left) == (bottom, right):
-        return F.conv2d(features, weight, bias, stride, (top, left), groups=groups)
-    return F.conv2d(F.pad(features, (left, right, top, bottom)), weight, bias, stride, groups=groups)
+        return features, (top, left)
+    return F.pad(features, (left, right, top, bottom)), (0, 0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from torch import Tensor
+
 from torchcaps.fused import backend, has_triton, switch, wanted
 from torchcaps.ops.votes import StoredVotes, Votes
 
-__all__ = ["backend", "runs_fused", "runs_in_cache"]
+__all__ = ["attends_fused", "backend", "convolves_fused", "runs_fused", "runs_in_cache"]
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -25,6 +27,24 @@ def runs_fused(votes: Votes) -> bool:
     if reason is not None:
         _say_once(reason)
     return reason is None
+
+
+def attends_fused(votes: Tensor, kernel: Tensor) -> bool:
+    """Whether there is a kernel for attention routing over these votes."""
+    if not wanted(votes.device) or not has_triton():
+        return False
+    from torchcaps.ops.attention_triton import takes
+
+    return takes(votes, kernel)
+
+
+def convolves_fused(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution by groups is one of ours. Shapes: x [b, (g p), h, w], weight [g, d, p, y, x]"""
+    if not wanted(x.device) or not has_triton():
+        return False
+    from torchcaps.ops.replica_conv import suits
+
+    return suits(x.unflatten(1, (len(weight), -1)), weight)
 
 
 def runs_in_cache(votes: Votes) -> bool:

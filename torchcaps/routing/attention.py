@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.ops import Votes, in_full_precision
+from torchcaps.ops.backend import attends_fused
+from torchcaps.ops.grouped import map_groups
 from torchcaps.types import Capsules
 
 MOST_CHILDREN = 64
 
 
-@in_full_precision
 def attention_routing(votes: Votes | Tensor, kernel: Tensor) -> Capsules:
     """Mixes the votes for each parent by a softmax over its children.
 
@@ -30,10 +31,21 @@ def attention_routing(votes: Votes | Tensor, kernel: Tensor) -> Capsules:
 
     Shapes: votes [..., i, j, d] -> poses [..., j, d], coupling [..., i, j], which sums to 1 over i
     """
-    votes = Votes.of(votes).materialise()
-    logits = torch.einsum("...mjd,mijd->...ij" if kernel.dim() == 4 else "...ijd,ijd->...ij", votes, kernel)
+    if isinstance(votes, Tensor) and attends_fused(votes, kernel):
+        from torchcaps.ops.attention_triton import attention
+
+        form = kernel if kernel.dim() == 4 else torch.diag_embed(kernel.movedim(0, -1), dim1=0, dim2=1)
+        poses, coupling = attention(votes, form)
+        return Capsules(poses, None, coupling)
+    return _by_formula(votes, kernel)
+
+
+@in_full_precision
+def _by_formula(votes: Votes | Tensor, kernel: Tensor) -> Capsules:
+    stored = Votes.of(votes).materialise()
+    logits = torch.einsum("...mjd,mijd->...ij" if kernel.dim() == 4 else "...ijd,ijd->...ij", stored, kernel)
     coupling = logits.softmax(dim=-2)  # the children compete for each parent
-    return Capsules((coupling[..., None] * votes).sum(dim=-3), None, coupling)
+    return Capsules((coupling[..., None] * stored).sum(dim=-3), None, coupling)
 
 
 def capsule_map(poses: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -41,7 +53,7 @@ def capsule_map(poses: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Shapes: poses [..., j, p], weight [j, p, d], bias [j, d] -> [..., j, d]
     """
-    return torch.einsum("...jp,jpd->...jd", poses, weight) + bias
+    return map_groups(poses, weight, bias)
 
 
 def capsule_activation(poses: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchcaps.functional import gated
+from torchcaps.ops.grouped import GroupedConv2d
 from torchcaps.types import Capsules
 
 VERSIONS = ("v1", "v2", "v3", "v4")
@@ -20,7 +22,7 @@ def master_aide(master: Tensor, aide: Tensor, m1: Tensor, m2: Tensor | None = No
     Shapes: master and aide [b, c, d, h, w], m1 and m2 [b, c, h, w] -> poses [b, c, d, h, w], coupling [b, 2, c, h, w]
     """
     m2 = 1 - m1 if m2 is None else m2
-    return Capsules(m1.unsqueeze(2) * master + m2.unsqueeze(2) * aide, None, torch.stack([m1, m2], dim=1))
+    return Capsules(gated(master, aide, m1, m2), None, torch.stack([m1, m2], dim=1))
 
 
 class MasterAide(nn.Module):
@@ -47,8 +49,8 @@ class MasterAide(nn.Module):
         self.version = version
         self.gate = gate
         dim = in_dim if version == "v2" else 2 * out_dim if gate == "both" else out_dim
-        self.m1 = nn.Conv2d(caps * dim, caps, 3, stride if version == "v2" else 1, padding=1, groups=caps)
-        self.m2 = nn.Conv2d(caps * dim, caps, 3, padding=1, groups=caps) if version in ("v3", "v4") else None
+        self.m1 = GroupedConv2d(caps * dim, caps, 3, stride if version == "v2" else 1, padding=1, groups=caps)
+        self.m2 = GroupedConv2d(caps * dim, caps, 3, padding=1, groups=caps) if version in ("v3", "v4") else None
 
     @property
     def reach(self) -> int:

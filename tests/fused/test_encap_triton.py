@@ -1,0 +1,134 @@
+"""EncapNet's kernels against plain PyTorch: outputs, every gradient and the running statistics."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from tests.fused.kernels import DEVICE, DTYPES, OPT_IN, on
+from tests.helpers import assert_as_accurate
+from torchcaps import functional
+from torchcaps.functional import gated, norm_relu_squash
+from torchcaps.layers.encap import CapConv
+from torchcaps.ops import backend
+from torchcaps.routing.master_aide import MasterAide
+
+pytestmark = OPT_IN
+SIZES = {"one number": (5, 4, 1, 3, 4), "two": (3, 32, 2, 7, 5), "odd": (2, 8, 3, 3, 3), "sixteen": (9, 32, 16, 3, 2)}
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def channels_last(b, c, d, h, w):
+    """Shapes: [b, (c d), h, w]"""
+    return drawn(b, h, w, c * d).permute(0, 3, 1, 2)
+
+
+def activation(caps, channels):
+    norm = nn.BatchNorm2d(channels).to(DEVICE)
+
+    def run(x, weight, bias):
+        own = copy.deepcopy(norm).to(x.dtype if x.dtype == torch.float64 else torch.float32)
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = functional_call(Wrapped(own, caps), {"norm.weight": weight, "norm.bias": bias}, x)
+        return y, own.running_mean.detach(), own.running_var.detach()
+
+    return run
+
+
+class Wrapped(nn.Module):
+    def __init__(self, norm, caps):
+        super().__init__()
+        self.norm, self.caps = norm, caps
+
+    def forward(self, x):
+        return norm_relu_squash(x, self.norm, self.caps)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_activation(size, monkeypatch):
+    b, c, d, h, w = SIZES[size]
+    inputs = [2 * channels_last(b, c, d, h, w) + 0.5, drawn(c * d), drawn(c * d) / 2]
+    run = activation(c, c * d)
+
+    def without_formula(*inputs):
+        with monkeypatch.context() as patch, backend("triton"):
+            patch.setattr(functional, "squash", None)
+            return run(*inputs)
+
+    assert_as_accurate(without_formula, on("torch", run), inputs, torch.float32)
+
+
+def test_activation_in_many_programs(monkeypatch):
+    from torchcaps.fused import encap_triton
+
+    monkeypatch.setattr(encap_triton, "PROGRAMS", 2)
+    inputs = [channels_last(13, 32, 2, 8, 8), drawn(64), drawn(64)]
+    run = activation(32, 64)
+    assert_as_accurate(on("triton", run), on("torch", run), inputs, torch.float32)
+
+
+def test_activation_of_half_precision():
+    """Rounded once, at the end: closer to float32 than the formula, which rounds after each step."""
+    x, norm = channels_last(4, 32, 4, 5, 5), nn.BatchNorm2d(128).to(DEVICE)
+    exact = on("torch", norm_relu_squash)(x.half().float(), copy.deepcopy(norm), 32)
+    ours = on("triton", norm_relu_squash)(x.half(), copy.deepcopy(norm), 32)
+    assert ours.dtype == torch.float16
+    torch.testing.assert_close(ours.float(), exact, rtol=2e-3, atol=1e-4)
+
+
+def test_other_norms_and_layouts_run_on_pytorch():
+    from torchcaps.fused.encap_triton import takes_activation
+
+    x, norm = channels_last(4, 8, 2, 3, 3), nn.BatchNorm2d(16)
+    assert takes_activation(x, norm, 8)
+    assert not takes_activation(x.contiguous(), norm, 8)
+    assert not takes_activation(x.double(), norm, 8)
+    assert not takes_activation(x, norm, 3)
+    assert not takes_activation(x[:1, :, :1, :1], norm, 8)
+    assert not takes_activation(x, nn.SyncBatchNorm(16), 8)
+    assert not takes_activation(x, nn.BatchNorm2d(16, momentum=None), 8)
+    assert not takes_activation(x, nn.BatchNorm2d(16, track_running_stats=False), 8)
+    assert not takes_activation(x, nn.BatchNorm2d(16).eval(), 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_gate(size, dtype, monkeypatch):
+    b, c, d, h, w = SIZES[size]
+
+    def run(first, second, m1, m2):
+        votes = (x.contiguous(memory_format=torch.channels_last).unflatten(1, (c, d)) for x in (first, second))
+        return gated(*votes, *(m.contiguous(memory_format=torch.channels_last) for m in (m1, m2)))
+
+    inputs = [channels_last(b, c, d, h, w), channels_last(b, c, d, h, w) + 1, drawn(b, c, h, w), drawn(b, c, h, w) - 1]
+    assert_as_accurate(on("triton", run), on("torch", run), inputs, dtype)
+
+
+def test_the_gate_takes_channels_last_votes_only():
+    from torchcaps.fused.encap_triton import takes_gate
+
+    votes = channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1)
+    m = channels_last(2, 4, 1, 5, 6)
+    assert takes_gate(votes, votes, m, m)
+    assert not takes_gate(votes.contiguous(), votes, m, m)
+    assert not takes_gate(votes, votes, m.contiguous(), m)
+    assert not takes_gate(votes, votes, m.half(), m)
+
+
+def test_a_whole_layer_in_training(monkeypatch):
+    torch.manual_seed(1)
+    layer = CapConv(8, 2, 4, 3, 1, MasterAide, skip=True).to(DEVICE, memory_format=torch.channels_last)
+    u = channels_last(3, 8, 2, 6, 5).unflatten(1, (8, 2)).requires_grad_()
+    found = []
+    for name in ("triton", "torch"):
+        own = copy.deepcopy(layer)
+        with backend(name):
+            poses = own(u).poses
+        gradients = torch.autograd.grad(poses, [u, *own.parameters()], drawn(*poses.shape))
+        found.append([poses, *gradients, *own.buffers()])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
