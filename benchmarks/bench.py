@@ -393,6 +393,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--least", type=float, default=1.0, help="seconds to spend on each number")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds that compiling and a cold start may take")
     parser.add_argument("--compiling", type=float, default=240.0, help="seconds that all compiling may take together")
+    parser.add_argument("--caches", help="folder that keeps what was compiled, for another run")
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
@@ -406,7 +407,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for unknown in set((arguments.paths or "ours").split(",")) - set(PATHS):
         parser.error(f"there is no path {unknown!r}; there are {', '.join(PATHS)}")
     with tempfile.TemporaryDirectory() as caches:
-        run(Bench(arguments, caches), sections)
+        run(Bench(arguments, arguments.caches or caches), sections)
 
 
 def run(bench: Bench, sections: Sequence[str]) -> None:

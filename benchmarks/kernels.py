@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -55,6 +55,7 @@ EM_SWEEP: dict[str, dict[str, Any]] = {  # other ways to cut up the first convol
     "em, 4 parents": {"block": 4},
     "em, 168 registers": {"registers": 168},
     "em, stages 1": {"stages": 1},
+    "em, stages 3": {"stages": 3},
     "em, 4 a warp, 16 parents": {"low": 4, "block": 16},
     "em, 2 children": {"wide": 16},
     "em, rows apart": {"together": 1},
@@ -201,7 +202,7 @@ def override(options: dict[str, Any]) -> Callable[[], None]:
     before = em_triton._plan
     agreement_triton.plan = functools.partial(votes_triton.plan, **options)
     em_triton._plan = lambda votes, backward=False: votes_triton.plan(
-        votes, backward, **{"low": 2, "block": 8} | options
+        votes, backward, **{"low": 2, "block": 8, "packed": True} | options
     )
 
     def back() -> None:
@@ -292,14 +293,14 @@ def swept_case(name: str) -> tuple[str, str]:
     return ("em-conv1" if name in EM_SWEEP else "tsai-1"), "bf16"
 
 
-def small(device: str = "cuda") -> None:
+def small(cases: Sequence[str], device: str = "cuda") -> None:
     wrong = 0
-    for case in SMALL:
+    for case in cases:
         for dtype in DTYPES:
             report = check(case, dtype, device, SMALL[case][0])
             wrong += not max(report["ratios"]) <= 2
             print(case, dtype, report, flush=True)
-    print(f"{wrong} of {len(SMALL) * len(DTYPES)} beyond twice the error of plain PyTorch", flush=True)
+    print(f"{wrong} of {len(cases) * len(DTYPES)} beyond twice the error of plain PyTorch", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -310,10 +311,10 @@ def main() -> None:
     parser.add_argument("--sweep")
     parser.add_argument("--compile", action="store_true", help="times torch.compile of the reference too")
     parser.add_argument("--no-sweep", action="store_true")
-    parser.add_argument("--small", action="store_true", help="small sizes, checks only, in one process")
+    parser.add_argument("--small", nargs="*", choices=tuple(SMALL), help="these small sizes, checks only, one process")
     given = parser.parse_args()
-    if given.small:
-        return small()
+    if given.small is not None:
+        return small(given.small or tuple(SMALL))
     if given.worker:
         case, dtype = given.worker
         return worker(case, dtype, given.sweep)

@@ -25,6 +25,7 @@ from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import (
     PARTIAL_BYTES,
     Plan,
+    Tile,
     alone,
     cast_votes,
     children_of,
@@ -486,8 +487,8 @@ class _Moments(torch.autograd.Function):
         mass, second = (new(splits, n, j), new(splits, n, j, votes.dim)) if squares else (first, first)
         em_forward[cut.grid](
             poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
-            _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, cut.tile, kind, squares,
-            **(_narrow(votes, cut) if kind == 2 else cut.options),
+            _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, _strict(votes, cut.tile), kind,
+            squares, **(_narrow(votes, cut) if kind == 2 else cut.options),
         )  # fmt: skip
         ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
         return (mass, first, second) if squares else (None, first, None)
@@ -552,6 +553,12 @@ def _plan(votes: Votes, backward: bool = False) -> Plan:
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
     packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
     return plan(votes, backward, low=1 if large else 2, block=8, packed=packed)
+
+
+def _strict(votes: Votes, tile: Tile) -> Tile:
+    """A variance of votes that agree is what two sums nearly equal leave, and three products in TF32 are too coarse."""
+    exact = votes.products == torch.float32 and precision_of(votes.products)[1] == "tf32x3"
+    return tile._replace(PRECISION=tl.constexpr("ieee")) if exact and not interpreted() else tile
 
 
 def _narrow(votes: Votes, plan: Plan) -> dict[str, int | bool]:
