@@ -104,7 +104,7 @@ def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.con
 
     Shapes: [JB, BN, C, EH, JL, EL]
     """
-    if T.PRECISION == "tf32x3":
+    if T.PRECISION != "tf32":
         start = alone(0.0) if nothing is None else nothing
         votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T) + centre[m]
     else:
