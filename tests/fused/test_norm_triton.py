@@ -104,6 +104,14 @@ def test_a_large_mean_against_a_small_variance(small_blocks):
     torch.testing.assert_close(ours[2].double(), exact[2], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("level", [-100.0, 100.0], ids=["closed", "open"])
+def test_a_bias_that_moves_nothing_has_gradient_0(level, small_blocks):
+    """Rounding would be enough for Adam to take whole steps."""
+    inputs = [t.requires_grad_() for t in (channels_last(3, 5, 5, 7), drawn(5) + level, drawn(5), drawn(5))]
+    y, *_ = on("triton", norm_of(5, relu_first=True))(*inputs)
+    assert torch.equal(torch.autograd.grad(y, inputs[1], drawn(*y.shape))[0], torch.zeros(5, device=DEVICE))
+
+
 def test_maps_of_zeros_stay_finite():
     run, x = norm_of(4, relu_first=True), torch.zeros(2, 4, 3, 3, device=DEVICE, requires_grad=True)
     bias, weight, shift = (torch.zeros(4, device=DEVICE, requires_grad=True) for _ in range(3))

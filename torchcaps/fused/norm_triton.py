@@ -2,8 +2,8 @@
 
 Maps lie in memory with their channels last. The first kernel of each way leaves partial sums of a few channels over a
 share of the pixels, and every program of the second adds up those of its own channels. Nothing is kept but the
-convolution's output, mean and scale; the gradient to the convolution's bias needs no pass of its own, for the sums over
-the pixels where ReLU is open give it. Replicas under vmap are more channels.
+convolution's output, mean and scale; the gradient to the convolution's bias needs no pass of its own, for two more sums
+over the pixels where ReLU is open give it. Replicas under vmap are more channels.
 """
 
 # mypy: disable-error-code="assignment"
@@ -156,28 +156,39 @@ def norm_sums(
     x, bias, weight, shift, moments, d_y, parts, pixels, channels, per_program,
     P: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr, RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of each program's share: the sums for shift and weight, and three more, where the gradient goes on, for the bias.
+    """Of each program's share: the gradient's sums for shift and weight; where ReLU is open, its sum and how often.
 
-    Shapes: parts [k, EACH, channels]
+    Shapes: parts [k, EACH, channels], the last two only where they are needed, for a bias before ReLU
     """
     to_shift, to_weight = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
-    passed, passing, units = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
+    passed, opened = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
         unit, above, goes_on = _back(x, bias, weight, shift, moments, d_y, at, there, channels, C, RELU_FIRST, HAS_BIAS)
         to_shift += above
         to_weight += above * unit
-        if HAS_BIAS:
+        if EACH == 4:
             passed += tl.where(goes_on, above, 0.0)
-            passing += goes_on.to(tl.float32)
-            units += tl.where(goes_on, unit, 0.0)
+            opened += goes_on.to(tl.float32)
     place = parts + tl.program_id(0) * EACH * channels
     _store(place, tl.sum(to_shift, 0), channels, C)
     _store(place + channels, tl.sum(to_weight, 0), channels, C)
-    if HAS_BIAS:
+    if EACH == 4:
         _store(place + 2 * channels, tl.sum(passed, 0), channels, C)
-        _store(place + 3 * channels, tl.sum(passing, 0), channels, C)
-        _store(place + 4 * channels, tl.sum(units, 0), channels, C)
+        _store(place + 3 * channels, tl.sum(opened, 0), channels, C)
+
+
+@triton.jit
+def _to_bias(passed, opened, to_shift, level, along, zero, pixels):
+    """The sum over the open pixels of what reaches them, before the gain; `zero` is the normalised 0 of the others.
+
+    Over all pixels that would be 0, so it is taken from the open or from the closed ones, whichever are fewer: exactly
+    0 where all are one or the other.
+    """
+    closed = pixels - opened
+    from_open = passed - level * opened + along * zero * closed
+    from_closed = (level + along * zero) * closed - (to_shift - passed)
+    return tl.where(opened < closed, from_open, from_closed)
 
 
 @triton.jit
@@ -186,19 +197,22 @@ def norm_backward(
     P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr,
     RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Shapes: d_vectors [3, channels], to weight, shift and bias; without the last where there is no bias"""
+    """Shapes: d_vectors [3, channels], to weight, shift and bias, or the first two where there is no bias"""
     to_shift = tl.sum(_parts(parts, 0, channels, count, C, K, EACH), 0)
     to_weight = tl.sum(_parts(parts, 1, channels, count, C, K, EACH), 0)
-    gain = _vector(weight, channels, C) * _vector(moments + channels, channels, C)
-    level, along = to_shift / pixels, to_weight / pixels
+    scale = _vector(moments + channels, channels, C)
+    gain, level, along = _vector(weight, channels, C) * scale, to_shift / pixels, to_weight / pixels
     if tl.program_id(0) == 0:
         _store(d_vectors, to_weight, channels, C)
         _store(d_vectors + channels, to_shift, channels, C)
-        if HAS_BIAS:
+        if EACH == 4:
             passed = tl.sum(_parts(parts, 2, channels, count, C, K, EACH), 0)
-            passing = tl.sum(_parts(parts, 3, channels, count, C, K, EACH), 0)
-            units = tl.sum(_parts(parts, 4, channels, count, C, K, EACH), 0)
-            _store(d_vectors + 2 * channels, gain * (passed - level * passing - along * units), channels, C)
+            opened = tl.sum(_parts(parts, 3, channels, count, C, K, EACH), 0)
+            zero = -_vector(moments, channels, C) * scale
+            to_bias = gain * _to_bias(passed, opened, to_shift, level, along, zero, pixels)
+            _store(d_vectors + 2 * channels, to_bias, channels, C)
+        elif HAS_BIAS:  # the norm takes out whatever the bias adds
+            _store(d_vectors + 2 * channels, tl.zeros((C,), tl.float32), channels, C)
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
         unit, above, goes_on = _back(x, bias, weight, shift, moments, d_y, at, there, channels, C, RELU_FIRST, HAS_BIAS)
@@ -282,7 +296,7 @@ class _Norm(torch.autograd.Function):
         x, bias, weight = inputs[:3]
         d_y, d_x = _laid_out_as(x, d_y), torch.empty_like(x)
         grid, sizes, block = _cut(x)
-        each = 2 if bias is None else 5
+        each = 4 if ctx.relu_first and bias is not None else 2
         parts = torch.empty(grid[0], each, len(weight), dtype=torch.float32, device=x.device)
         vectors = torch.empty(2 if bias is None else 3, len(weight), dtype=torch.float32, device=x.device)
         order = {"EACH": each, "RELU_FIRST": ctx.relu_first, "HAS_BIAS": bias is not None}
