@@ -36,35 +36,39 @@ def _block(number, pixels, channels, P: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _vector(vector, channels, C: tl.constexpr):
-    """What a vector over the channels has for those of this program. Shapes: [C]"""
-    channel = tl.program_id(1) * C + tl.arange(0, C)
+    """What a vector over the channels has for those of this program. Shapes: [1, C]"""
+    channel = tl.program_id(1) * C + tl.arange(0, C)[None, :]
     return tl.load(vector + channel, mask=channel < channels, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(vector, value, channels, C: tl.constexpr):
-    channel = tl.program_id(1) * C + tl.arange(0, C)
+    channel = tl.program_id(1) * C + tl.arange(0, C)[None, :]
     tl.store(vector + channel, value.to(vector.dtype.element_ty), mask=channel < channels)
 
 
 @triton.jit
-def _biased(x, bias, at, there, channels, C: tl.constexpr, HAS_BIAS: tl.constexpr):
-    value = load_rows(x, at, there)
-    if HAS_BIAS:
-        value += _vector(bias, channels, C)[None, :]
-    return value
+def _sum(x):
+    """Shapes: [k, C] -> [1, C]"""
+    return tl.sum(x, 0)[None, :]
+
+
+@triton.jit
+def _offset(bias, channels, C: tl.constexpr):
+    """A bias that is None is 0. Shapes: [1, C]"""
+    return tl.zeros((1, C), tl.float32) if bias is None else _vector(bias, channels, C)
 
 
 @triton.jit
 def _merged(mean, spread, count, total):
-    """Mean and sum of squares around it, from those of parts (Chan et al. 1979). Shapes: [k, C], [k, C], [k, 1] -> [C]
+    """Mean and sum of squares around it, from those of parts (Chan et al. 1979). Shapes: [k, C], [k, 1] -> [1, C]
 
     What the division leaves out is put back: against a small variance the last digit of a large mean counts.
     """
-    about = tl.sum(mean * count, 0) / total
-    away = mean - about[None, :]
-    rest = tl.sum(away * count, 0) / total
-    return about + rest, tl.sum(spread + count * away * away, 0) - total * rest * rest
+    about = _sum(mean * count) / total
+    away = mean - about
+    rest = _sum(away * count) / total
+    return about + rest, _sum(spread + count * away * away) - total * rest * rest
 
 
 @triton.jit
@@ -77,22 +81,22 @@ def _parts(parts, which, channels, count, C: tl.constexpr, K: tl.constexpr, EACH
 
 @triton.jit
 def norm_moments(
-    x, bias, parts, pixels, channels, per_program,
-    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    x, bias, parts, pixels, channels, per_program, P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr
+):
     """Mean and sum of squares around it of each program's share, by Welford's rule. Shapes: parts [k, 2, channels]"""
+    offset = _offset(bias, channels, C)
     mean, spread = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
     seen = tl.zeros((P, 1), tl.float32)
     for k in range(per_program):
         at, there, inside = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        value = _biased(x, bias, at, there, channels, C, HAS_BIAS)
+        value = load_rows(x, at, there) + offset
         if RELU_FIRST:
             value = tl.maximum(value, 0.0)
         seen += inside.to(tl.float32)
         away = tl.where(there, value - mean, 0.0)
         mean += away / tl.maximum(seen, 1.0)
         spread += away * (value - mean)
-    own, around = _merged(mean, spread, seen, tl.sum(tl.sum(seen, 1), 0))
+    own, around = _merged(mean, spread, seen, _sum(seen))
     place = parts + tl.program_id(0) * 2 * channels
     _store(place, own, channels, C)
     _store(place + channels, around, channels, C)
@@ -102,8 +106,7 @@ def norm_moments(
 def norm_forward(
     x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
     pixels, channels, per_program, count, norms,
-    P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Finishes the statistics and normalises. Shapes: moments [2, channels], of mean and scale; tracked [norms]"""
     means, spreads = _parts(parts, 0, channels, count, C, K, 2), _parts(parts, 1, channels, count, C, K, 2)
@@ -120,62 +123,67 @@ def norm_forward(
         _store(running_var, before + momentum * (spread / (pixels - 1) - before), channels, C)
         norm = tl.program_id(1) * N + tl.arange(0, N)
         tl.store(tracked + norm, tl.load(tracked + norm, mask=norm < norms) + 1, mask=norm < norms)
-    gain, level = _vector(weight, channels, C) * scale, _vector(shift, channels, C)
+    offset, level = _offset(bias, channels, C), _vector(shift, channels, C)
+    gain = _vector(weight, channels, C) * scale
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        value = _biased(x, bias, at, there, channels, C, HAS_BIAS)
+        value = load_rows(x, at, there) + offset
         if RELU_FIRST:
             value = tl.maximum(value, 0.0)
-        value = (value - mean[None, :]) * gain[None, :] + level[None, :]
+        value = (value - mean) * gain + level
         if not RELU_FIRST:
             value = tl.maximum(value, 0.0)
         tl.store(y + at, value.to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _back(
-    x, bias, weight, shift, moments, d_y, at, there, channels,
-    C: tl.constexpr, RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+def _vectors(bias, weight, shift, moments, channels, C: tl.constexpr):
+    """Bias, mean, scale, weight and shift. Shapes: [1, C]"""
+    mean, scale = _vector(moments, channels, C), _vector(moments + channels, channels, C)
+    gain, level = _vector(weight, channels, C), _vector(shift, channels, C)
+    return _offset(bias, channels, C), mean, scale, gain, level
+
+
+@triton.jit
+def _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST: tl.constexpr):
     """The normalised input, the gradient that reaches it, and where it goes on from there. Shapes: [P, C]"""
-    value, above = _biased(x, bias, at, there, channels, C, HAS_BIAS), load_rows(d_y, at, there)
+    value, above = load_rows(x, at, there) + offset, load_rows(d_y, at, there)
     goes_on = there
     if RELU_FIRST:
         goes_on = there & (value > 0)
         value = tl.maximum(value, 0.0)
-    mean, scale = _vector(moments, channels, C), _vector(moments + channels, channels, C)
-    unit = tl.where(there, (value - mean[None, :]) * scale[None, :], 0.0)
+    unit = tl.where(there, (value - mean) * scale, 0.0)
     if not RELU_FIRST:
-        open = unit * _vector(weight, channels, C)[None, :] + _vector(shift, channels, C)[None, :] > 0
-        above = tl.where(open, above, 0.0)
+        above = tl.where(unit * gain + level > 0, above, 0.0)
     return unit, above, goes_on
 
 
 @triton.jit
 def norm_sums(
     x, bias, weight, shift, moments, d_y, parts, pixels, channels, per_program,
-    P: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr, RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Of each program's share: the gradient's sums for shift and weight; where ReLU is open, its sum and how often.
 
     Shapes: parts [k, EACH, channels], the last two only where they are needed, for a bias before ReLU
     """
+    offset, mean, scale, gain, level = _vectors(bias, weight, shift, moments, channels, C)
     to_shift, to_weight = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
     passed, opened = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        unit, above, goes_on = _back(x, bias, weight, shift, moments, d_y, at, there, channels, C, RELU_FIRST, HAS_BIAS)
+        unit, above, goes_on = _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST)
         to_shift += above
         to_weight += above * unit
         if EACH == 4:
             passed += tl.where(goes_on, above, 0.0)
             opened += goes_on.to(tl.float32)
     place = parts + tl.program_id(0) * EACH * channels
-    _store(place, tl.sum(to_shift, 0), channels, C)
-    _store(place + channels, tl.sum(to_weight, 0), channels, C)
+    _store(place, _sum(to_shift), channels, C)
+    _store(place + channels, _sum(to_weight), channels, C)
     if EACH == 4:
-        _store(place + 2 * channels, tl.sum(passed, 0), channels, C)
-        _store(place + 3 * channels, tl.sum(opened, 0), channels, C)
+        _store(place + 2 * channels, _sum(passed), channels, C)
+        _store(place + 3 * channels, _sum(opened), channels, C)
 
 
 @triton.jit
@@ -194,29 +202,27 @@ def _to_bias(passed, opened, to_shift, level, along, zero, pixels):
 @triton.jit
 def norm_backward(
     x, bias, weight, shift, moments, d_y, parts, d_x, d_vectors, pixels, channels, per_program, count,
-    P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr,
-    RELU_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Shapes: d_vectors [3, channels], to weight, shift and bias, or the first two where there is no bias"""
-    to_shift = tl.sum(_parts(parts, 0, channels, count, C, K, EACH), 0)
-    to_weight = tl.sum(_parts(parts, 1, channels, count, C, K, EACH), 0)
-    scale = _vector(moments + channels, channels, C)
-    gain, level, along = _vector(weight, channels, C) * scale, to_shift / pixels, to_weight / pixels
+    offset, mean, scale, gain, level = _vectors(bias, weight, shift, moments, channels, C)
+    to_shift = _sum(_parts(parts, 0, channels, count, C, K, EACH))
+    to_weight = _sum(_parts(parts, 1, channels, count, C, K, EACH))
+    even, along = to_shift / pixels, to_weight / pixels
     if tl.program_id(0) == 0:
         _store(d_vectors, to_weight, channels, C)
         _store(d_vectors + channels, to_shift, channels, C)
         if EACH == 4:
-            passed = tl.sum(_parts(parts, 2, channels, count, C, K, EACH), 0)
-            opened = tl.sum(_parts(parts, 3, channels, count, C, K, EACH), 0)
-            zero = -_vector(moments, channels, C) * scale
-            to_bias = gain * _to_bias(passed, opened, to_shift, level, along, zero, pixels)
-            _store(d_vectors + 2 * channels, to_bias, channels, C)
-        elif HAS_BIAS:  # the norm takes out whatever the bias adds
-            _store(d_vectors + 2 * channels, tl.zeros((C,), tl.float32), channels, C)
+            passed = _sum(_parts(parts, 2, channels, count, C, K, EACH))
+            opened = _sum(_parts(parts, 3, channels, count, C, K, EACH))
+            reaching = _to_bias(passed, opened, to_shift, even, along, -mean * scale, pixels)
+            _store(d_vectors + 2 * channels, reaching * gain * scale, channels, C)
+        elif bias is not None:  # the norm takes out whatever the bias adds
+            _store(d_vectors + 2 * channels, tl.zeros((1, C), tl.float32), channels, C)
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        unit, above, goes_on = _back(x, bias, weight, shift, moments, d_y, at, there, channels, C, RELU_FIRST, HAS_BIAS)
-        grad = tl.where(goes_on, (above - level[None, :] - unit * along[None, :]) * gain[None, :], 0.0)
+        unit, above, goes_on = _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST)
+        grad = tl.where(goes_on, (above - even - unit * along) * (gain * scale), 0.0)
         tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=there)
 
 
@@ -228,7 +234,6 @@ def trains(norm: nn.Module) -> bool:
         and norm.running_mean is not None
         and norm.momentum is not None
         and norm.affine
-        and norm.weight.dtype == torch.float32
     )
 
 
@@ -238,7 +243,7 @@ def takes(maps: Tensor, bias: Tensor | None, norm: nn.Module) -> bool:
         not trains(norm)
         or maps.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or not maps.shape[1] < maps.numel() < 2**40
-        or (bias is not None and bias.dtype != torch.float32)
+        or any(t.dtype != torch.float32 for t in (bias, *_state(norm)[:4]) if t is not None)
         or not (maps.device.type == "cuda" or bool(triton.knobs.runtime.interpret))
     ):
         return False
@@ -272,11 +277,11 @@ class _Norm(torch.autograd.Function):
         grid, sizes, block = _cut(x)
         parts = torch.empty(grid[0], 2, len(weight), dtype=torch.float32, device=x.device)
         moments = torch.empty(2, len(weight), dtype=torch.float32, device=x.device)
-        order = {"RELU_FIRST": relu_first, "HAS_BIAS": bias is not None}
-        norm_moments[grid](x, bias, parts, *sizes, **block, **order)
+        block["RELU_FIRST"] = relu_first
+        norm_moments[grid](x, bias, parts, *sizes, **block)
         norm_forward[grid](
             x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
-            *sizes, grid[0], tracked.numel(), **block, **order,
+            *sizes, grid[0], tracked.numel(), **block,
             K=triton.next_power_of_2(grid[0]), N=triton.next_power_of_2(triton.cdiv(tracked.numel(), grid[1])),
         )  # fmt: skip
         return y, moments
@@ -299,11 +304,10 @@ class _Norm(torch.autograd.Function):
         each = 4 if ctx.relu_first and bias is not None else 2
         parts = torch.empty(grid[0], each, len(weight), dtype=torch.float32, device=x.device)
         vectors = torch.empty(2 if bias is None else 3, len(weight), dtype=torch.float32, device=x.device)
-        order = {"EACH": each, "RELU_FIRST": ctx.relu_first, "HAS_BIAS": bias is not None}
-        norm_sums[grid](*inputs, d_y, parts, *sizes, **block, **order)
-        norm_backward[grid](
-            *inputs, d_y, parts, d_x, vectors, *sizes, grid[0], **block, **order, K=triton.next_power_of_2(grid[0])
-        )
+        block |= {"RELU_FIRST": ctx.relu_first, "EACH": each}
+        norm_sums[grid](*inputs, d_y, parts, *sizes, **block)
+        parts_in = triton.next_power_of_2(grid[0])
+        norm_backward[grid](*inputs, d_y, parts, d_x, vectors, *sizes, grid[0], **block, K=parts_in)
         return d_x, None if bias is None else vectors[2], vectors[0], vectors[1], None, None, None, None, None, None
 
     @staticmethod
