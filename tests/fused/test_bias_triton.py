@@ -36,6 +36,15 @@ def test_outputs_and_gradients(size, kind, dtype):
     assert_as_accurate(ours, plain, [drawn(n, d), drawn(d, seed=2)], dtype)
 
 
+@pytest.mark.parametrize("kind", ["relu", "sigmoid"])
+def test_what_is_not_a_number_stays_so(kind):
+    from torchcaps.fused.bias_triton import biased
+
+    x = drawn(3, 5)
+    x[1, 2] = torch.nan
+    assert torch.equal(biased(x, drawn(5), kind).isnan(), x.isnan())
+
+
 def test_a_decoder(monkeypatch):
     torch.manual_seed(1)
     decoder = Decoder(6, (5, 7), image=(1, 3, 4)).to(DEVICE)

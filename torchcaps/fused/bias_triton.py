@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.rows_triton import load_rows, relu
+
 ROWS = 512  # at most: backward, a program goes through all of them
 
 
@@ -33,8 +35,8 @@ def bias_forward(x, bias, y, rows, columns, blocks, R: tl.constexpr, C: tl.const
     offset = tl.load(bias + tl.program_id(1) * columns + column, mask=column < columns, other=0.0).to(tl.float32)
     for k in range(blocks):
         at, there = _tile(k, rows, columns, R, C)
-        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32) + offset[None, :]
-        value = tl.maximum(value, 0.0) if KIND == "relu" else tl.sigmoid(value)
+        value = load_rows(x, at, there) + offset[None, :]
+        value = relu(value) if KIND == "relu" else tl.sigmoid(value)
         tl.store(y + at, value.to(y.dtype.element_ty), mask=there)
 
 
@@ -43,8 +45,8 @@ def bias_backward(y, d_y, d_x, d_bias, rows, columns, blocks, R: tl.constexpr, C
     total = tl.zeros((R, C), tl.float32)
     for k in range(blocks):
         at, there = _tile(k, rows, columns, R, C)
-        value = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
-        above = tl.load(d_y + at, mask=there, other=0.0).to(tl.float32)
+        value = load_rows(y, at, there)
+        above = load_rows(d_y, at, there)
         grad = tl.where(value > 0, above, 0.0) if KIND == "relu" else above * value * (1 - value)
         total += grad
         tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=there)

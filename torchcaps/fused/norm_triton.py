@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.rows_triton import _laid_out_as, load_rows
+from torchcaps.fused.rows_triton import _laid_out_as, load_rows, relu
 
 NUMBERS = 2048  # in a block of pixels
-PROGRAMS = 528  # that share a map, four for each multiprocessor of an H200
+PROGRAMS = 1056  # that share a map at most, eight for each multiprocessor of an H200
 PARTS = 128  # of the pixels at most: each program of a second kernel reads them all
 
 
@@ -91,7 +91,7 @@ def norm_moments(
         at, there, inside = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
         value = load_rows(x, at, there) + offset
         if RELU_FIRST:
-            value = tl.maximum(value, 0.0)
+            value = relu(value)
         seen += inside.to(tl.float32)
         away = tl.where(there, value - mean, 0.0)
         mean += away / tl.maximum(seen, 1.0)
@@ -129,10 +129,10 @@ def norm_forward(
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
         value = load_rows(x, at, there) + offset
         if RELU_FIRST:
-            value = tl.maximum(value, 0.0)
+            value = relu(value)
         value = (value - mean) * gain + level
         if not RELU_FIRST:
-            value = tl.maximum(value, 0.0)
+            value = relu(value)
         tl.store(y + at, value.to(y.dtype.element_ty), mask=there)
 
 
@@ -151,7 +151,7 @@ def _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST: tl.co
     goes_on = there
     if RELU_FIRST:
         goes_on = there & (value > 0)
-        value = tl.maximum(value, 0.0)
+        value = relu(value)
     unit = tl.where(there, (value - mean) * scale, 0.0)
     if not RELU_FIRST:
         above = tl.where(unit * gain + level > 0, above, 0.0)
@@ -306,8 +306,8 @@ class _Norm(torch.autograd.Function):
         vectors = torch.empty(2 if bias is None else 3, len(weight), dtype=torch.float32, device=x.device)
         block |= {"RELU_FIRST": ctx.relu_first, "EACH": each}
         norm_sums[grid](*inputs, d_y, parts, *sizes, **block)
-        parts_in = triton.next_power_of_2(grid[0])
-        norm_backward[grid](*inputs, d_y, parts, d_x, vectors, *sizes, grid[0], **block, K=parts_in)
+        padded = triton.next_power_of_2(grid[0])
+        norm_backward[grid](*inputs, d_y, parts, d_x, vectors, *sizes, grid[0], **block, K=padded)
         return d_x, None if bias is None else vectors[2], vectors[0], vectors[1], None, None, None, None, None, None
 
     @staticmethod
