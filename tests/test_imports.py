@@ -14,6 +14,7 @@ MAY_IMPORT = {  # what each part may see of the others; its own files always
     "losses": {"types", "functional", "ops", "fused"},
     "routing": {"types", "functional", "ops"},
     "layers": {"types", "functional", "ops"},
+    "layers.chain": {"fused"},
     "layers.feedback": {"types", "functional", "ops", "losses"},
     "models": {"types", "functional", "ops", "losses", "routing", "layers"},
     "data": {"types", "functional"},

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.norm_triton import trains
 from torchcaps.fused.rows_triton import NUMBERS, PROGRAMS, _cut, _laid_out_as, factors, load_rows, rows_at, takes
 
 
@@ -128,11 +129,7 @@ def gate_backward(
 def takes_activation(features: Tensor, norm: nn.Module, caps: int) -> bool:
     """Whether this is the batch norm of a training step as torch has it, over maps whose rows are capsules."""
     return (
-        type(norm) is nn.BatchNorm2d
-        and norm.training
-        and norm.running_mean is not None
-        and norm.momentum is not None
-        and norm.affine
+        trains(norm)
         and features.shape[1] % caps == 0
         and caps & (caps - 1) == 0
         and caps * triton.next_power_of_2(features.shape[1] // caps) <= NUMBERS

@@ -35,6 +35,12 @@ def load_rows(x, at, there):
 
 
 @triton.jit
+def relu(x):
+    """As torch has it: what is not a number stays so."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
 def normalised(x, there, eps, D: tl.constexpr):
     """The row with mean 0 and variance 1, and by what it was divided. Shapes: [R, DP] -> [R, DP], [R]"""
     centred = tl.where(there, x - (tl.sum(x, 1) / D)[:, None], 0.0)

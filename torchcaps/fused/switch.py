@@ -33,13 +33,18 @@ def backend(name: str) -> Iterator[None]:
         _backend = before
 
 
-def wanted(device: torch.device) -> bool:
-    """Whether kernels are asked for there, and nothing that needs the formula (torch.compile, vmap) looks on."""
+def wanted(device: torch.device, replicas: bool = False) -> bool:
+    """Whether kernels are asked for there, and nothing that needs the formula (torch.compile, vmap) looks on.
+
+    Args:
+        replicas: whether these kernels know what to do under one vmap over the replicas of a network.
+    """
     if _backend == "torch" or torch.compiler.is_compiling():
         return False
     if _backend == "auto" and device.type != "cuda":
         return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return not transforms or (replicas and [t.key() for t in transforms] == [torch._C._functorch.TransformType.Vmap])
 
 
 @cache

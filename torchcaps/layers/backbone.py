@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from torchcaps.layers.chain import Chain, conv_norm_relu
+
 
 def conv_stem(
     in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0
@@ -57,7 +59,7 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, features: Tensor) -> Tensor:
-        residual = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(features)))))
+        residual = self.norm2(self.conv2(conv_norm_relu(features, self.conv1, self.norm1, self.relu)))
         return self.relu(residual + self.shortcut(features))
 
 
@@ -69,7 +71,7 @@ def resnet_stage(in_channels: int, out_channels: int, blocks: int, stride: int =
 
 def resnet_stem(in_channels: int, out_channels: int = 64) -> nn.Sequential:
     """The first convolution of a ResNet for small images, without pooling."""
-    return nn.Sequential(
+    return Chain(
         nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU()
     )
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from torchcaps.layers.chain import Chain
 from torchcaps.layers.init import Init, keras_conv_, keras_linear_
 from torchcaps.types import Image
 
@@ -46,7 +47,7 @@ class Decoder(nn.Module):
             layers += [linear] if last else [linear, nn.ReLU()]
         if output == "sigmoid":
             layers.append(nn.Sigmoid())
-        self.layers = nn.Sequential(*layers)
+        self.layers = Chain(*layers)
 
     def forward(self, poses: Tensor) -> Tensor:
         return self.layers(poses.flatten(1)).unflatten(1, self.image)

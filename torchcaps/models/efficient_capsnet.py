@@ -13,6 +13,7 @@ from torch import nn
 
 from torchcaps.functional import check_count, squash_exp
 from torchcaps.layers.backbone import keras_batch_norm, keras_instance_norm
+from torchcaps.layers.chain import Chain
 from torchcaps.layers.decoder import ConvDecoder, Decoder
 from torchcaps.layers.init import he_normal_, keras_conv_, mazzia_decoder, mixture_normal_
 from torchcaps.layers.linear import Init, LinearCaps
@@ -45,7 +46,7 @@ def efficient_stem(
         conv = keras_conv_(nn.Conv2d(in_channels, out_channels, kernel_size, stride), "he_normal")
         layers += [conv, relu(), norm(out_channels)]
         in_channels = out_channels
-    return nn.Sequential(*layers)
+    return Chain(*layers)
 
 
 @register(MAZZIA)
