@@ -139,15 +139,20 @@ class ReplicaStep(Step):
         self.optimizer.zero_grad()
         for part in cut(batch, recipe.accumulate):
             share = len(part.images) / len(batch.images)
-            terms = self.terms(part) * share
-            terms.sum().backward()
+            with self.halves.in_place():
+                terms = self.terms(part)
+            terms = terms if share == 1 else share * terms
+            self.halves.look(terms)
+            terms.backward(torch.ones_like(terms))
             values = terms.detach() if values is None else values + terms.detach()
         assert values is not None
+        self.halves.hand_over()
         if recipe.clip is not None:
             clip_norms(self.network.parameters(), recipe.clip)
         elif recipe.clip_value is not None:
             nn.utils.clip_grad_value_(self.network.parameters(), recipe.clip_value)
         self.optimizer.step()
+        self.halves.follow()
         self.tally.add(self.names, values.T, len(batch.images))
         return dict(zip(self.names, values.unbind(1), strict=True))
 

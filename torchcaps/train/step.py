@@ -21,6 +21,7 @@ from torchcaps.data import Batch
 from torchcaps.recipes import Recipe
 from torchcaps.train.capture import Captured, Compiled, Say
 from torchcaps.train.fabric import Fabric
+from torchcaps.train.halves import Halves
 from torchcaps.train.optim import EMA, set_rates
 from torchcaps.train.prepare import seed_of
 from torchcaps.types import Output
@@ -61,8 +62,10 @@ class Step:
         self.class_weights = (
             None if recipe.class_weights is None else torch.tensor(recipe.class_weights, device=fabric.device)
         )
+        self.halves = Halves(recipe, fabric, network, optimizer, compiled)
         self.compiled = Compiled(self.terms_of_network, say) if compiled and fabric.world_size == 1 else None
-        self.run = Captured(self.update, recipe.batch_size, say) if capture else self.update
+        recorded = getattr(optimizer, "after_recording", None)
+        self.run = Captured(self.update, recipe.batch_size, say, recorded) if capture else self.update
 
     def __call__(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """The update that `step` others came before. Gives the loss terms, which the next call may overwrite."""
@@ -72,6 +75,7 @@ class Step:
             margin = losses.spread_margin(step)
             self.margin = self.margin.fill_(margin) if isinstance(self.margin, Tensor) else margin
         self.set_share(step)
+        self.halves.catch_up()
         terms = self.run(batch)
         if self.ema is not None:
             self.ema.update(self.network)
@@ -94,17 +98,21 @@ class Step:
             share = len(part.images) / len(batch.images)
             last = number == len(parts)
             with nullcontext() if last or fabric.world_size == 1 else fabric.no_backward_sync(self.model):
-                terms = self.terms_of(part)
+                with self.halves.in_place():
+                    terms = self.terms_of(part)
                 names, stacked = tuple(terms), torch.stack(list(terms.values()))
                 stacked = stacked if share == 1 else share * stacked
-                fabric.backward(stacked.sum())
+                self.halves.look(stacked)
+                fabric.backward(stacked, torch.ones_like(stacked))
             values = stacked.detach() if values is None else values + stacked.detach()
         assert values is not None
+        self.halves.hand_over()
         if recipe.clip is not None:
             fabric.clip_gradients(self.model, self.optimizer, max_norm=recipe.clip, error_if_nonfinite=False)
         elif recipe.clip_value is not None:
             fabric.clip_gradients(self.model, self.optimizer, clip_val=recipe.clip_value)
         self.optimizer.step()
+        self.halves.follow()
         self.tally.add(names, values, len(batch.images) * fabric.world_size)
         return dict(zip(names, values.unbind(), strict=True))
 
