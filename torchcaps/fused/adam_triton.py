@@ -53,7 +53,8 @@ def adam(table, lr, rest1, rest2, log1, log2, eps, weight_decay, COUNT: tl.const
 class SmallAdam(Adam):
     """torch's Adam, capturable and fused; once it has moments, one kernel counts as its whole step.
 
-    What that kernel cannot take goes through torch's own: many weights, or gradients laid out in another way.
+    What that kernel cannot take goes through torch's own: gradients laid out in another way, or many weights that have
+    no copies.
 
     Attributes:
         halves: weights that have a copy in bfloat16, which is written along with them. The gradients of the copy
@@ -103,8 +104,8 @@ class SmallAdam(Adam):
 
     def _fits(self, group: dict[str, Any]) -> bool:
         weights = self._trained(group)
-        return (
-            0 < sum(w.numel() for w in weights) <= MOST
+        return bool(weights) and (
+            (bool(self.halves) or sum(w.numel() for w in weights) <= MOST)
             and isinstance(group["lr"], Tensor)
             and group["lr"].device == weights[0].device
             and min(group["betas"]) > 0

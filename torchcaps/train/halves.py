@@ -125,13 +125,14 @@ def only_cast(loss: Tensor) -> list[Tensor]:
                     todo.append(source)
                 users[source].append(node)
 
-    def cast(node: Any) -> bool:
-        if len(users[node]) != 1:
-            return False
-        (user,) = users[node]
-        if user.name() == "ToCopyBackward0":
-            return user._input_metadata[0].dtype == HALF
-        return user.name() in VIEWS and cast(user)
-
     leaves = [node for node in users if hasattr(node, "variable")]
-    return [leaf.variable for leaf in leaves if leaf.variable.dtype == torch.float32 and cast(leaf)]
+    return [leaf.variable for leaf in leaves if leaf.variable.dtype == torch.float32 and _cast(leaf, users)]
+
+
+def _cast(node: Any, users: dict[Any, list[Any]]) -> bool:
+    if len(users[node]) != 1:
+        return False
+    (user,) = users[node]
+    if user.name() == "ToCopyBackward0":
+        return user._input_metadata[0].dtype == HALF
+    return user.name() in VIEWS and _cast(user, users)

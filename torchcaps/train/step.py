@@ -64,7 +64,7 @@ class Step:
         )
         self.halves = Halves(recipe, fabric, network, optimizer, compiled)
         self.compiled = Compiled(self.terms_of_network, say) if compiled and fabric.world_size == 1 else None
-        recorded = getattr(optimizer, "after_recording", None)
+        recorded = getattr(self.halves.optimizer, "after_recording", None)
         self.run = Captured(self.update, recipe.batch_size, say, recorded) if capture else self.update
 
     def __call__(self, batch: Batch, step: int) -> dict[str, Tensor]:
