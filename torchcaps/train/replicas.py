@@ -158,7 +158,6 @@ class ReplicaStep(Step):
 
     def terms(self, batch: Batch) -> Tensor:
         """The loss terms of all replicas. Shapes: -> [r, t]"""
-        precision = self.fabric.strategy.precision
 
         def work(network: Any, share: Tensor, images: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
             share = share.squeeze()
@@ -166,7 +165,6 @@ class ReplicaStep(Step):
                 images = mixed(images, share)
             with self.fabric.autocast():
                 output = network(images, labels)
-            output = precision.convert_output(output)
             part = Batch(images, labels, targets)
             terms = self.terms_from(output, part, self.margin, share)
             self.names = tuple(terms)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchcaps import losses
 from torchcaps.data import Batch
+from torchcaps.functional import widen
 from torchcaps.recipes import Recipe
 from torchcaps.train.capture import Captured, Compiled, Say
 from torchcaps.train.fabric import Fabric
@@ -122,8 +123,15 @@ class Step:
         if self.compiled is not None and len(part.images) * self.recipe.accumulate == self.recipe.batch_size:
             with self.fabric.autocast():
                 return self.compiled(part.images, part.labels, part.targets, self.margin, self.share)
-        output = self.model(part.images, part.labels)
-        return self.terms_from(output, part, self.margin, self.share)
+        return self.terms_from(self.output_of(part), part, self.margin, self.share)
+
+    def output_of(self, part: Batch) -> Output:
+        """In one process without Fabric's cast of all outputs to float32: losses do that, for what they look at."""
+        if self.fabric.world_size > 1:
+            return self.model(part.images, part.labels)
+        images = self.fabric.strategy.precision.convert_input(part.images)
+        with self.fabric.autocast():
+            return self.network(images, part.labels)
 
     def terms_of_network(
         self,
@@ -252,7 +260,7 @@ def loss_terms(
         )
         terms["reconstruction"] = recipe.reconstruction * error
     if output.penalty is not None:
-        terms["penalty"] = output.penalty
+        terms["penalty"] = widen(output.penalty)
     return terms
 
 
