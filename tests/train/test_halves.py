@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Adam
 
+from tests.train import test_together
 from tests.train.test_train import RECIPE, few_digits, outcome, tiny
 from torchcaps import create_model
 from torchcaps.data import Batches
@@ -16,13 +17,14 @@ from torchcaps.functional import squash
 from torchcaps.layers import LinearCaps, PrimaryCaps
 from torchcaps.recipes import Recipe
 from torchcaps.routing import SelfAttentionRouting
-from torchcaps.train import halves, train_together
+from torchcaps.train import halves
 from torchcaps.train.checkpoint import latest
 from torchcaps.train.fabric import Fabric
 from torchcaps.train.optim import create_optimizer
 from torchcaps.train.replicas import ReplicaBatches, ReplicaStep
 from torchcaps.train.stacked import Stack
 from torchcaps.train.step import Step
+from torchcaps.train.together import train_together
 
 EFFICIENT = Recipe(
     "efficient_capsnet_mnist", "digits", reconstruction=0.392, reconstruction_reduction="mean", batch_size=8,
@@ -213,3 +215,13 @@ def test_runs_and_checkpoints_are_as_without(anywhere, tmp_path):
     assert all(w.dtype != torch.bfloat16 for w in latest(tmp_path / "paused" / "checkpoints").weights.values())
     tiny(recipe, tmp_path / "paused", resume=True)
     assert outcome(tmp_path / "copies") == outcome(tmp_path / "paused") == outcome(tmp_path / "autocast")
+
+
+def test_runs_of_several_seeds_are_as_without(anywhere, tmp_path):
+    recipe = replace(EFFICIENT, epochs=2, ema=0.9, clip=1.0)
+    options = {"data": images(), "device": "cpu", "log": None}
+    train_together(recipe, [4, 2], out=tmp_path / "autocast", **options)
+    anywhere()
+    train_together(recipe, [4, 2], out=tmp_path / "paused", limit=7, **options)
+    train_together(recipe, [4, 2], out=tmp_path / "paused", resume=True, **options)
+    assert test_together.outcome(tmp_path / "paused") == test_together.outcome(tmp_path / "autocast")

@@ -52,15 +52,15 @@ class Halves:
             and not compiled
         )
         self.weights: list[Tensor] = []
-        self.copies: list[nn.Parameter] = []
-        self.places: list[tuple[nn.Module, str, Tensor, nn.Parameter]] = []
+        self.copies: list[Tensor] = []
+        self.places: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self.versions: list[int] = []  # of the weights that the copies are like
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the network has the copies for its weights, without gradients."""
         for module, name, _, copy in self.places:
-            module._parameters[name] = copy
+            module._parameters[name] = copy  # type: ignore[assignment]
             copy.grad = None
         try:
             yield
@@ -89,11 +89,12 @@ class Halves:
         """Gives the weights their gradients, before clipping and the optimiser, unless that takes the copies'."""
         if self.taken:
             return
-        pairs = [(w, copy.grad) for w, copy in zip(self.weights, self.copies, strict=True) if copy.grad is not None]
-        if pairs:
-            for weight, _ in pairs:
-                weight.grad = torch.empty_like(weight)
-            torch._foreach_copy_([weight.grad for weight, _ in pairs], [gradient for _, gradient in pairs])
+        handed = [(w, copy.grad) for w, copy in zip(self.weights, self.copies, strict=True) if copy.grad is not None]
+        if handed:
+            wide = [torch.empty_like(weight) for weight, _ in handed]
+            torch._foreach_copy_(wide, [gradient for _, gradient in handed])
+            for (weight, _), gradient in zip(handed, wide, strict=True):
+                weight.grad = gradient
 
     def follow(self) -> None:
         """The copies are the weights' again, after the optimiser; or not at all, where it saw to it."""
