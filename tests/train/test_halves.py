@@ -53,7 +53,7 @@ class Loop(Adam):
 
 def images():
     data = few_digits(40)
-    return replace(data, train_transform=(resize(12),))
+    return replace(data, train_transform=(resize(12),), test_transform=(resize(12),))
 
 
 def network(seed=0):
@@ -179,10 +179,11 @@ class Odd(nn.Module):
         self.scaled = PrimaryCaps(1, 2, 4, 2, nonlinearity=squash, scale=0.3)
         self.caps = LinearCaps(2, 4, 2, 4, SelfAttentionRouting)
         self.norm = nn.LayerNorm(8)
+        self.widened = nn.Parameter(torch.randn(8))
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
 
     def forward(self, x):
-        x = self.norm(self.frozen(self.cast(x)))
+        x = self.norm(self.frozen(self.cast(x))) + self.widened.double().float()
         x = x + x @ self.twice.weight + x @ self.twice.weight.bfloat16()
         x = self.penalised(x) + self.penalised.weight.square().sum()
         poses = self.scaled(x[:, None, None, :4].expand(-1, 1, 2, -1)[..., :2]).poses
@@ -218,7 +219,7 @@ def test_runs_and_checkpoints_are_as_without(anywhere, tmp_path):
 
 
 def test_runs_of_several_seeds_are_as_without(anywhere, tmp_path):
-    recipe = replace(EFFICIENT, epochs=2, ema=0.9, clip=1.0)
+    recipe = replace(EFFICIENT, epochs=2, ema=0.9, clip=1.0, model_args={"image": (1, 12, 12)})
     options = {"data": images(), "device": "cpu", "log": None}
     train_together(recipe, [4, 2], out=tmp_path / "autocast", **options)
     anywhere()
