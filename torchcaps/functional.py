@@ -92,6 +92,24 @@ def layer_norm(
     return F.layer_norm(widen(poses), poses.shape[-1:], widen(weight), widen(bias), eps).to(dtype)
 
 
+def dense(x: Tensor, linear: nn.Linear, nonlinearity: nn.Module | None = None) -> Tensor:
+    """A linear layer and what follows it, in fewer kernels where there are some.
+
+    Shapes: [n, i] -> [n, o]
+    """
+    if wanted(x.device) and has_triton():
+        from torchcaps.fused import dense_triton
+
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        if (autocast or x.dtype == linear.weight.dtype) and dense_triton.takes(x, linear, nonlinearity):
+            dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+            x, weight, bias = (t.to(dtype) for t in (x, linear.weight, linear.bias))
+            return dense_triton.dense(x, weight, bias, type(nonlinearity).__name__)
+    x = linear(x)
+    return x if nonlinearity is None else nonlinearity(x)
+
+
 def _fuses(rows: Tensor) -> bool:
     """Whether there is a kernel for these short rows here."""
     if not wanted(rows.device) or not has_triton():

@@ -144,7 +144,8 @@ class _Margin(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         (d_lengths,) = ctx.saved_tensors
-        return (d_lengths * d_loss).to(ctx.dtype), None, None, None, None
+        scaled = torch.mul(d_lengths, d_loss, out=torch.empty_like(d_lengths, dtype=ctx.dtype))
+        return scaled, None, None, None, None
 
 
 class _Reconstruction(torch.autograd.Function):

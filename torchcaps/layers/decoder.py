@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from torchcaps.functional import dense
 from torchcaps.layers.init import Init, keras_conv_, keras_linear_
 from torchcaps.types import Image
 
@@ -49,7 +50,10 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, poses: Tensor) -> Tensor:
-        return self.layers(poses.flatten(1)).unflatten(1, self.image)
+        x, layers = poses.flatten(1), list(self.layers)
+        for n in range(0, len(layers), 2):
+            x = dense(x, *layers[n : n + 2])  # type: ignore[arg-type]
+        return x.unflatten(1, self.image)
 
 
 class ConvDecoder(nn.Module):
