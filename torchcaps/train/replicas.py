@@ -143,7 +143,7 @@ class ReplicaStep(Step):
                 terms = self.terms(part)
             terms = terms if share == 1 else share * terms
             self.halves.look(terms)
-            terms.backward(torch.ones_like(terms))
+            terms.backward(self.ones_for(terms))
             values = terms.detach() if values is None else values + terms.detach()
         assert values is not None
         self.halves.hand_over()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchcaps import losses
 from torchcaps.data import Batch
 from torchcaps.functional import widen
+from torchcaps.fused import has_triton, wanted
 from torchcaps.recipes import Recipe
 from torchcaps.train.capture import Captured, Compiled, Say
 from torchcaps.train.fabric import Fabric
@@ -56,7 +57,7 @@ class Step:
         self.network, self.model, self.optimizer = network, model, optimizer
         self.steps_per_epoch = steps_per_epoch
         self.ema = EMA(network, recipe.ema) if recipe.ema else None
-        self.tally = Tally(fabric.device)
+        self.tally, self.ones = Tally(fabric.device), torch.ones(0)
         on_device = (capture or compiled) and recipe.loss == "spread"
         self.margin = torch.zeros((), device=fabric.device) if on_device else 0.0
         self.share: float | Tensor = torch.ones((), device=fabric.device) if recipe.mixup else 1.0
@@ -104,7 +105,7 @@ class Step:
                 names, stacked = tuple(terms), torch.stack(list(terms.values()))
                 stacked = stacked if share == 1 else share * stacked
                 self.halves.look(stacked)
-                fabric.backward(stacked, torch.ones_like(stacked))
+                fabric.backward(stacked, self.ones_for(stacked))
             values = stacked.detach() if values is None else values + stacked.detach()
         assert values is not None
         self.halves.hand_over()
@@ -116,6 +117,12 @@ class Step:
         self.halves.follow()
         self.tally.add(names, values, len(batch.images) * fabric.world_size)
         return dict(zip(names, values.unbind(), strict=True))
+
+    def ones_for(self, terms: Tensor) -> Tensor:
+        """The gradient of the sum of all terms, which is made once."""
+        if self.ones.shape != terms.shape:
+            self.ones = torch.ones_like(terms)
+        return self.ones
 
     def terms_of(self, part: Batch) -> dict[str, Tensor]:
         if self.recipe.mixup:
@@ -170,6 +177,11 @@ class Tally:
         """
         if not self.names:
             self.start(names, torch.zeros(len(names)))
+        if wanted(self.device) and has_triton():
+            from torchcaps.fused import losses_triton
+
+            if losses_triton.tally(self.totals, self.good, values, images):
+                return
         self.totals.add_(values, alpha=images)
         self.good.add_(self.totals - self.totals == 0)
 
