@@ -126,7 +126,7 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
     Shapes: poses [b, j, d], targets [b, k] -> [b, k, j, d]
     """
     chosen = targets[..., None] == torch.arange(poses.shape[1], device=poses.device)  # [b, k, j]
-    return torch.where(chosen[..., None], poses[:, None], 0)
+    return poses[:, None] * chosen[..., None]
 
 
 def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None:

@@ -93,7 +93,103 @@ def test_many_weights_go_through_torch(small, monkeypatch):
 
     monkeypatch.setattr(adam_triton, "MOST", 10)
     _, usual = trained(Adam, torch.float32)
-    ours, found = trained(small, torch.float32)
-    assert not ours.tables
+    monkeypatch.setattr(small, "_table", None)
+    _, found = trained(small, torch.float32)
     for one, two in zip(found, usual, strict=True):
+        assert torch.equal(one, two)
+
+
+def efficient(half):
+    """The real network as a run has it, whose strides for a single channel mean nothing, and its optimiser's state."""
+    from torchcaps import create_model
+    from torchcaps.fused.adam_triton import SmallAdam
+
+    torch.manual_seed(0)
+    network = create_model("efficient_capsnet_mnist").to(DEVICE, memory_format=torch.channels_last)
+    optimizer = SmallAdam(network.parameters(), torch.tensor(1e-2, device=DEVICE), capturable=CUDA)
+    if half:
+        modules = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+        weights = [p for m in modules for p in m.parameters()]
+        optimizer.halves = {w: nn.Parameter(w.detach().bfloat16()) for w in weights}
+    return network, optimizer
+
+
+def test_gradients_and_copies_in_half_precision(monkeypatch):
+    """Gradients in bfloat16 are read as they are; all else is as with the same gradients in float32, bit for bit."""
+    from torchcaps.fused import adam_triton
+
+    monkeypatch.setattr(adam_triton, "CHUNK", 2**18 if not CUDA else adam_triton.CHUNK)
+    calls = []
+    monkeypatch.setattr(Adam, "step", lambda self, step=Adam.step: (calls.append(1), step(self)))
+    (one, plain), (two, ours) = efficient(False), efficient(True)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for a, b in zip(one.parameters(), two.parameters(), strict=True):
+            copy = ours.halves.get(b)
+            gradient = torch.randn(a.shape, generator=generator).to(DEVICE)
+            gradient = gradient if copy is None else gradient.bfloat16()
+            a.grad = torch.empty_like(a).copy_(gradient)
+            leaf = b if copy is None else copy
+            b.grad, leaf.grad = None, torch.empty_like(leaf).copy_(gradient)
+        plain.step()
+        ours.step()
+    assert len(calls) == 2  # the first of each
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(plain.state[a]["exp_avg_sq"], ours.state[b]["exp_avg_sq"])
+    assert len(ours.halves) == 16
+    for weight, copy in ours.halves.items():
+        assert weight.grad is None
+        if CUDA:
+            assert torch.equal(copy, weight.bfloat16())
+        else:  # the interpreter cuts off, not rounds
+            cut = (weight.detach().view(torch.int32) & -65536).view(torch.float32)
+            assert torch.equal(copy.float(), cut)
+
+
+def test_many_weights_with_copies_stay_with_the_kernel(small, monkeypatch):
+    from torchcaps.fused import adam_triton
+
+    monkeypatch.setattr(adam_triton, "MOST", 10)
+    weight = nn.Parameter(torch.randn(30, 20, device=DEVICE))
+    optimizer = small([weight], torch.tensor(1e-2, device=DEVICE), capturable=CUDA)
+    copy = nn.Parameter(weight.detach().bfloat16())
+    optimizer.halves = {weight: copy}
+    calls = []
+    monkeypatch.setattr(Adam, "step", lambda self, step=Adam.step: (calls.append(1), step(self)))
+    for _ in range(3):
+        copy.grad = torch.ones_like(copy)
+        optimizer.step()
+    assert len(calls) == 1
+
+
+def test_the_table_of_a_recorded_step_is_filled_afterwards(small, monkeypatch):
+    """While a graph is recorded, a step takes a table that is empty; here the kernel waits as a replay would."""
+    from torchcaps.fused import adam_triton
+
+    weights, other = weights_of(torch.float32), weights_of(torch.float32)
+    ours, plain = (small(w, torch.tensor(1e-2, device=DEVICE), capturable=CUDA) for w in (weights, other))
+    kernel, waiting = adam_triton.adam, []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args: waiting.append((grid, args))
+
+    for step in range(3):
+        for own in (weights, other):
+            for weight in own:
+                weight.grad = torch.full_like(weight, 0.1 + step)
+        plain.step()
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                patch.setattr(torch.Tensor, "is_cuda", True)
+                patch.setattr(adam_triton, "adam", Recorder())
+            ours.step()
+    ((grid, args),) = waiting
+    assert args[0].shape == ours.recorded[0][1].shape
+    args[0].zero_()
+    ours.after_recording()
+    kernel[grid](*args)
+    for one, two in zip(weights, other, strict=True):
         assert torch.equal(one, two)

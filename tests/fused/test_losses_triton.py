@@ -8,7 +8,9 @@ import torch
 from tests.fused.kernels import DEVICE, DTYPES, OPT_IN, fused, on
 from tests.helpers import assert_as_accurate
 from torchcaps import losses
+from torchcaps.fused import losses_triton
 from torchcaps.ops import backend
+from torchcaps.train.replicas import Tallies
 
 pytestmark = OPT_IN
 LABELS = {
@@ -82,3 +84,23 @@ def test_a_picture_without_label_may_be_anything():
     (grad,) = torch.autograd.grad(loss, pictures)
     torch.testing.assert_close(grad[0], pictures.detach()[0])
     assert not grad[1].any()
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 5), (2, 200)])
+def test_the_tally_counts_finite_totals(shape, monkeypatch):
+    """Both ways of adding, with each kind of number that is not finite somewhere."""
+    done, kernel = [], losses_triton.tally
+    monkeypatch.setattr(losses_triton, "tally", lambda *args: done.append(kernel(*args)) or done[-1])
+    generator = torch.Generator().manual_seed(0)
+    found = [Tallies(torch.device(DEVICE)) for _ in range(2)]
+    bad = {2: torch.inf, 3: -torch.inf, 4: torch.nan}
+    for step in range(6):
+        values = torch.randn(shape[::-1], generator=generator)
+        values.view(-1)[(7 * step) % values.numel()] = bad.get(step, 1.0)
+        for name, tally in zip(("torch", "triton"), found, strict=True):
+            with backend(name):
+                tally.add(tuple("abc"[: shape[0]]), values.t().to(DEVICE), 16 + step)
+    assert torch.equal(found[0].good, found[1].good)
+    assert found[0].good.min() < 6
+    assert done == [True] * 6
+    torch.testing.assert_close(found[1].totals, found[0].totals, rtol=1e-12, atol=0, equal_nan=True)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,21 +19,26 @@ CHUNK = 2048  # weights of a program
 
 
 @triton.jit
-def adam(table, gradients, lr, rest1, rest2, log1, log2, eps, weight_decay, COUNT: tl.constexpr):
-    """One chunk of one weight, which a row of the table says where to find: the weight, both moments, its count of
-    steps, the place of its gradients, and how many there are. `rest` is 1 - beta, exactly, and `log` that of beta.
+def adam(table, lr, rest1, rest2, log1, log2, eps, weight_decay, COUNT: tl.constexpr):
+    """One chunk of one weight, of which a row of the table has the addresses: the weight, both moments, its count of
+    steps, its gradient in float32 or else in bfloat16, a copy of it in bfloat16 or 0, and how many numbers they are.
+    `rest` is 1 - beta, exactly, and `log` that of beta.
 
-    Shapes: table [chunks, 6], gradients [all weights]
+    Shapes: table [chunks, 8]
     """
-    row = table + tl.program_id(0) * 6
+    row = table + tl.program_id(0) * 8
     numbers = tl.pointer_type(tl.float32)
+    halves = tl.pointer_type(tl.bfloat16)
     weight, mean, square = tl.load(row).to(numbers), tl.load(row + 1).to(numbers), tl.load(row + 2).to(numbers)
     step = tl.load(tl.load(row + 3).to(numbers)).to(tl.float64)
+    whole, half, copy = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
     first, second = (1 - tl.exp(step * log1)).to(tl.float32), (1 - tl.exp(step * log2)).to(tl.float32)
-    at = tl.arange(0, COUNT)
-    there = at < tl.load(row + 5)
+    at, count = tl.arange(0, COUNT), tl.load(row + 7)
+    there = at < count
     w = tl.load(weight + at, mask=there, other=0.0)
-    g = tl.load(gradients + tl.load(row + 4) + at, mask=there, other=0.0) + weight_decay * w
+    g = tl.load(whole.to(numbers) + at, mask=at < tl.where(whole != 0, count, 0), other=0.0)
+    g += tl.load(half.to(halves) + at, mask=at < tl.where(half != 0, count, 0), other=0.0).to(tl.float32)
+    g += weight_decay * w
     m = tl.load(mean + at, mask=there, other=0.0)
     v = tl.load(square + at, mask=there, other=0.0)
     m += rest1 * (g - m)
@@ -41,85 +47,112 @@ def adam(table, gradients, lr, rest1, rest2, log1, log2, eps, weight_decay, COUN
     tl.store(weight + at, w, mask=there)
     tl.store(mean + at, m, mask=there)
     tl.store(square + at, v, mask=there)
+    tl.store(copy.to(halves) + at, w.to(tl.bfloat16), mask=at < tl.where(copy != 0, count, 0))
 
 
 class SmallAdam(Adam):
-    """torch's Adam, capturable and fused; once it has moments, the gradients are gathered and one kernel does the rest.
+    """torch's Adam, capturable and fused; once it has moments, one kernel counts as its whole step.
 
-    What that kernel cannot take goes through torch's own: many weights, gradients laid out in another way, or weights
-    that have moved since the table was made where a graph is being recorded, which cannot wait for a new one.
+    What that kernel cannot take goes through torch's own: gradients laid out in another way, or many weights that have
+    no copies.
+
+    Attributes:
+        halves: weights that have a copy in bfloat16, which is written along with them. The gradients of the copy
+            count, where it has some, for the weight's own.
     """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.tables: dict[int, tuple[list[int], Tensor]] = {}
+        self.halves: dict[Tensor, Tensor] = {}
+        self.recorded: list[tuple[Tensor, Tensor]] = []  # tables that a graph reads, and what is to be in them
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found = [self._table(number, group) for number, group in enumerate(self.param_groups)]
-        tables = [table for table in found if table is not None]
-        if len(tables) < len(found):
-            super().step()
+        if not all(self._fits(group) for group in self.param_groups):
+            self._usual_step()
             return
-        for group, table in zip(self.param_groups, tables, strict=True):
-            weights = _trained(group)
+        for group in self.param_groups:
+            weights = self._trained(group)
+            table = self._table(weights)
             torch._foreach_add_([self.state[w]["step"] for w in weights], 1)
-            gradients = torch.cat([w.grad.as_strided((w.numel(),), (1,)) for w in weights])  # type: ignore[union-attr]
             beta1, beta2 = group["betas"]
             adam[(len(table),)](
-                table, gradients, group["lr"], 1 - beta1, 1 - beta2, math.log(beta1), math.log(beta2), group["eps"],
+                table, group["lr"], 1 - beta1, 1 - beta2, math.log(beta1), math.log(beta2), group["eps"],
                 group["weight_decay"], CHUNK,
             )  # fmt: skip
 
-    def _table(self, number: int, group: dict[str, Any]) -> Tensor | None:
-        weights = _trained(group)
-        fits = (
-            0 < sum(w.numel() for w in weights) <= MOST
+    def after_recording(self) -> None:
+        """Fills the tables of steps that were recorded in a graph; to be called before its first replay."""
+        for table, rows in self.recorded:
+            table.copy_(rows)
+
+    def _usual_step(self) -> None:
+        for weight, copy in self.halves.items():
+            if copy.grad is not None:
+                weight.grad = copy.grad.float()
+        super().step()
+        for weight, copy in self.halves.items():
+            weight.grad = None
+            copy.copy_(weight)
+
+    def _gradient(self, weight: Tensor) -> Tensor | None:
+        copy = self.halves.get(weight)
+        return weight.grad if copy is None or copy.grad is None else copy.grad
+
+    def _trained(self, group: dict[str, Any]) -> list[Tensor]:
+        return [w for w in group["params"] if self._gradient(w) is not None]
+
+    def _fits(self, group: dict[str, Any]) -> bool:
+        weights = self._trained(group)
+        return bool(weights) and (
+            (bool(self.halves) or sum(w.numel() for w in weights) <= MOST)
             and isinstance(group["lr"], Tensor)
             and group["lr"].device == weights[0].device
             and min(group["betas"]) > 0
             and not (group["amsgrad"] or group["maximize"])
-            and all(self.state[w] and _alike(w, w.grad, *map(self.state[w].get, MOMENTS)) for w in weights)
+            and all(self.state[w] and self._alike(w) for w in weights)
             and all(self.state[w]["step"].device == w.device for w in weights)  # a host's address is none on a GPU
         )
-        if not fits:
-            return None
-        places = [x.data_ptr() for w in weights for x in (w, *(self.state[w][name] for name in (*MOMENTS, "step")))]
-        known, table = self.tables.get(number, ([], None))
-        if known != places:
-            if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
-            table = torch.tensor(_chunks(places, [w.numel() for w in weights]), device=weights[0].device)
-            self.tables[number] = places, table
+
+    def _alike(self, weight: Tensor) -> bool:
+        """Whether all that belongs to a weight is without gaps, and lies in memory in the same order."""
+        order, moments = _order(weight), [self.state[weight][name] for name in MOMENTS]
+        gradient, copy = self._gradient(weight), self.halves.get(weight, weight)
+        assert gradient is not None
+        return (
+            _order(torch.empty_like(weight, device="meta")) == order
+            and all(x.dtype == torch.float32 for x in (weight, *moments))
+            and gradient.dtype in (torch.float32, torch.bfloat16)
+            and all(_order(x) == order for x in (*moments, gradient, copy))
+        )
+
+    def _table(self, weights: list[Tensor]) -> Tensor:
+        """Where a graph is being recorded nothing can be brought to the device, and nothing has to be there yet."""
+        rows = torch.tensor([row for weight in weights for row in self._rows(weight)])
+        if not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return rows.to(weights[0].device)
+        table = torch.empty_like(rows, device=weights[0].device)
+        self.recorded.append((table, rows))
         return table
+
+    def _rows(self, weight: Tensor) -> Iterator[list[int]]:
+        state, gradient, copy = self.state[weight], self._gradient(weight), self.halves.get(weight)
+        assert gradient is not None
+        half = gradient.dtype == torch.bfloat16
+        for start in range(0, weight.numel(), CHUNK):
+            yield [
+                *(x.data_ptr() + 4 * start for x in (weight, *(state[name] for name in MOMENTS))),
+                state["step"].data_ptr(),
+                0 if half else gradient.data_ptr() + 4 * start,
+                gradient.data_ptr() + 2 * start if half else 0,
+                0 if copy is None else copy.data_ptr() + 2 * start,
+                min(CHUNK, weight.numel() - start),
+            ]
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _trained(group: dict[str, Any]) -> list[Tensor]:
-    return [w for w in group["params"] if w.grad is not None]
-
-
-def _alike(weight: Tensor, *others: Any) -> bool:
-    """Whether all are float32, without gaps, and lie in memory in the same order."""
-    order = _order(weight)
-    return _order(torch.empty_like(weight, device="meta")) == order and all(
-        x.dtype == torch.float32 and _order(x) == order for x in (weight, *others)
-    )
-
-
 def _order(x: Tensor) -> list[int]:
     """Strides but for those of dimensions of size 1, which mean nothing and which a gradient may have otherwise."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
-
-
-def _chunks(places: list[int], sizes: list[int]) -> list[list[int]]:
-    rows, begin = [], 0
-    for number, size in enumerate(sizes):
-        *tensors, step = places[4 * number : 4 * number + 4]
-        for start in range(0, size, CHUNK):
-            moved = [place + 4 * start for place in tensors]
-            rows.append([*moved, step, begin + start, min(CHUNK, size - start)])
-        begin += size
-    return rows

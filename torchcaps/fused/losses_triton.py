@@ -89,12 +89,37 @@ def squared_errors_backward(
     tl.store(own, grad.to(d_pictures.dtype.element_ty), mask=at < size)
 
 
+@triton.jit
+def add_to_tally(totals, good, values, images, count, BLOCK: tl.constexpr):
+    """Adds values of so many images to float64 totals, and 1 to `good` for each total that is finite."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    total = tl.load(totals + at, mask=there, other=0.0)
+    total += tl.load(values + at, mask=there, other=0.0).to(tl.float64) * images
+    tl.store(totals + at, total, mask=there)
+    finite = (tl.abs(total) < float("inf")).to(tl.int64)
+    tl.store(good + at, tl.load(good + at, mask=there, other=0) + finite, mask=there)
+
+
 def takes_margin(lengths: Tensor) -> bool:
     return _takes(lengths) and 0 < lengths.numel() <= MOST
 
 
 def takes_reconstruction(pictures: Tensor, target: Tensor) -> bool:
     return _takes(pictures) and _takes(target) and pictures.numel() > 0 and not target.requires_grad
+
+
+def tally(totals: Tensor, good: Tensor, values: Tensor, images: int) -> bool:
+    """Whether it was done; shapes are the same for all.
+
+    Shapes: totals, good and values [t] or [t, r]
+    """
+    alike = totals.stride() == good.stride() == values.stride() and totals.dtype == torch.float64
+    if alike and _takes(values):
+        count = values.numel()
+        add_to_tally[(triton.cdiv(count, 128),)](totals, good, values, images, count, BLOCK=128, num_warps=1)
+        return True
+    return False
 
 
 def _takes(x: Tensor) -> bool:
@@ -144,7 +169,8 @@ class _Margin(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         (d_lengths,) = ctx.saved_tensors
-        return (d_lengths * d_loss).to(ctx.dtype), None, None, None, None
+        scaled = torch.mul(d_lengths, d_loss, out=torch.empty_like(d_lengths, dtype=ctx.dtype))
+        return scaled, None, None, None, None
 
 
 class _Reconstruction(torch.autograd.Function):

@@ -226,5 +226,7 @@ def _cut(x: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    """Strides of dimensions of size 1 mean nothing."""
     like = torch.empty_like(x, dtype=y.dtype)
-    return y if y.stride() == like.stride() else like.copy_(y)
+    places = zip(y.shape, y.stride(), like.stride(), strict=True)
+    return y if all(size == 1 or own == wanted for size, own, wanted in places) else like.copy_(y)

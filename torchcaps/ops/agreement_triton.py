@@ -240,7 +240,7 @@ class _Agreement(torch.autograd.Function):
             sums = (block_sums * (block_tops - tops).exp()).sum(0)
         run(tops, sums, 2 if blocks > 1 else 0)
         ctx.save_for_backward(poses, weight, offset, parents, logits, prior, tops, sums)
-        return (mixture.sum(0) if len(mixture) > 1 else mixture[0]).unflatten(0, votes.lead)
+        return _total(mixture).unflatten(0, votes.lead)
 
     @staticmethod
     @once_differentiable
@@ -277,7 +277,7 @@ class _Agreement(torch.autograd.Function):
             run(delta, 1)
             delta = delta.sum(0)
         run(delta, 2 if blocks > 1 else 0)
-        d_above = None if ctx.options.constant else d_parents.sum(0).unflatten(0, votes.lead)
+        d_above = None if ctx.options.constant else _total(d_parents).unflatten(0, votes.lead)
         d_children = fold_windows(d_poses, poses, cut, ctx.window)
         grads = (
             d_children,
@@ -305,5 +305,5 @@ def _or(x: Tensor | None, unused: Tensor) -> Tensor:
     return unused if x is None else x
 
 
-def _total(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.sum(0)
+def _total(x: Any) -> Any:
+    return x if x is None else x[0] if len(x) == 1 else x.sum(0)

@@ -20,10 +20,20 @@ WARM_UP = 3  # steps before the recording
 
 
 class Captured:
-    """An update, replayed for batches of `size` images. Where recording fails it runs as it is, and `say` hears why."""
+    """An update, replayed for batches of `size` images. Where recording fails it runs as it is, and `say` hears why.
 
-    def __init__(self, update: Callable[[Batch], dict[str, Tensor]], size: int, say: Say):
-        self.update, self.size, self.say = update, size, say
+    Args:
+        recorded: what there is to do between a recording, which runs nothing, and its first replay.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[Batch], dict[str, Tensor]],
+        size: int,
+        say: Say,
+        recorded: Callable[[], None] | None = None,
+    ):
+        self.update, self.size, self.say, self.recorded = update, size, say, recorded
         self.graph: torch.cuda.CUDAGraph | None = None
         self.before = WARM_UP  # steps before the recording; -1 once it has failed
 
@@ -54,6 +64,8 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             self.terms = self.update(self.batch)
+        if self.recorded is not None:
+            self.recorded()
         return graph
 
 

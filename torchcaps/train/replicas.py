@@ -139,21 +139,25 @@ class ReplicaStep(Step):
         self.optimizer.zero_grad()
         for part in cut(batch, recipe.accumulate):
             share = len(part.images) / len(batch.images)
-            terms = self.terms(part) * share
-            terms.sum().backward()
+            with self.halves.in_place():
+                terms = self.terms(part)
+            terms = terms if share == 1 else share * terms
+            self.halves.look(terms)
+            terms.backward(self.ones_for(terms))
             values = terms.detach() if values is None else values + terms.detach()
         assert values is not None
+        self.halves.hand_over()
         if recipe.clip is not None:
             clip_norms(self.network.parameters(), recipe.clip)
         elif recipe.clip_value is not None:
             nn.utils.clip_grad_value_(self.network.parameters(), recipe.clip_value)
         self.optimizer.step()
+        self.halves.follow()
         self.tally.add(self.names, values.T, len(batch.images))
         return dict(zip(self.names, values.unbind(1), strict=True))
 
     def terms(self, batch: Batch) -> Tensor:
         """The loss terms of all replicas. Shapes: -> [r, t]"""
-        precision = self.fabric.strategy.precision
 
         def work(network: Any, share: Tensor, images: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
             share = share.squeeze()
@@ -161,7 +165,6 @@ class ReplicaStep(Step):
                 images = mixed(images, share)
             with self.fabric.autocast():
                 output = network(images, labels)
-            output = precision.convert_output(output)
             part = Batch(images, labels, targets)
             terms = self.terms_from(output, part, self.margin, share)
             self.names = tuple(terms)

@@ -1,8 +1,9 @@
 """Several networks of one make as one program: each parameter and buffer has an axis over the replicas in front.
 
 A network's own forward runs once for all of them under vmap. Where vmap's rule is slow, knows no mixed precision or
-cannot exist, ours stands in: a convolution becomes one grouped convolution, a batch norm one over all channels of all
-replicas, and random numbers are drawn for each replica from the state it would have alone.
+cannot exist, ours stands in: a convolution becomes one grouped convolution, a linear layer one batched product, a batch
+norm one over all channels of all replicas, and random numbers are drawn for each replica from the state it would have
+alone.
 """
 
 from __future__ import annotations
@@ -204,6 +205,21 @@ def _autocast(*tensors: Tensor | None) -> Any:
     return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
+class _Linear(_Rule):
+    """One batched product with the bias in it, where vmap adds the bias in float32.
+
+    Shapes: x [r, ..., i], weight [r, o, i], bias [r, o] -> [r, ..., o]
+    """
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        found = (_front(t, dim, info.batch_size) for t, dim in zip((x, weight, bias), in_dims, strict=True))
+        stacked, kernels, offsets = _autocast(*found)
+        rows = stacked.flatten(1, -2) if stacked.dim() > 2 else stacked[:, None]
+        out = rows @ kernels.mT if offsets is None else torch.baddbmm(offsets[:, None], rows, kernels.mT)
+        return out.reshape(*stacked.shape[:-1], -1), 0
+
+
 class _BatchNorm(_Rule):
     """One norm over all channels of all replicas, which also keeps each replica's statistics.
 
@@ -238,6 +254,10 @@ def _conv(
     groups: int = 1,
 ) -> Any:
     return _Conv.apply(input, weight, bias, stride, padding, dilation, groups, mode.stack.conv)
+
+
+def _linear(mode: _Rules, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return _Linear.apply(input, weight, bias)
 
 
 def _batch_norm(
@@ -276,6 +296,7 @@ def _creation(create: Callable[..., Tensor]) -> Callable[..., Any]:
 
 RULES: dict[Any, Callable[..., Any]] = {
     F.conv2d: _conv,
+    F.linear: _linear,
     F.batch_norm: _batch_norm,
     F.dropout: _dropout,
     torch.rand: _creation(torch.rand),

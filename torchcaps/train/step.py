@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 
 from torchcaps import losses
 from torchcaps.data import Batch
+from torchcaps.functional import widen
+from torchcaps.fused import has_triton, wanted
 from torchcaps.recipes import Recipe
 from torchcaps.train.capture import Captured, Compiled, Say
 from torchcaps.train.fabric import Fabric
+from torchcaps.train.halves import Halves
 from torchcaps.train.optim import EMA, set_rates
 from torchcaps.train.prepare import seed_of
 from torchcaps.types import Output
@@ -54,15 +57,17 @@ class Step:
         self.network, self.model, self.optimizer = network, model, optimizer
         self.steps_per_epoch = steps_per_epoch
         self.ema = EMA(network, recipe.ema) if recipe.ema else None
-        self.tally = Tally(fabric.device)
+        self.tally, self.ones = Tally(fabric.device), torch.ones(0)
         on_device = (capture or compiled) and recipe.loss == "spread"
         self.margin = torch.zeros((), device=fabric.device) if on_device else 0.0
         self.share: float | Tensor = torch.ones((), device=fabric.device) if recipe.mixup else 1.0
         self.class_weights = (
             None if recipe.class_weights is None else torch.tensor(recipe.class_weights, device=fabric.device)
         )
+        self.halves = Halves(recipe, fabric, network, optimizer, compiled)
         self.compiled = Compiled(self.terms_of_network, say) if compiled and fabric.world_size == 1 else None
-        self.run = Captured(self.update, recipe.batch_size, say) if capture else self.update
+        recorded = getattr(self.halves.optimizer, "after_recording", None)
+        self.run = Captured(self.update, recipe.batch_size, say, recorded) if capture else self.update
 
     def __call__(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """The update that `step` others came before. Gives the loss terms, which the next call may overwrite."""
@@ -72,6 +77,7 @@ class Step:
             margin = losses.spread_margin(step)
             self.margin = self.margin.fill_(margin) if isinstance(self.margin, Tensor) else margin
         self.set_share(step)
+        self.halves.catch_up()
         terms = self.run(batch)
         if self.ema is not None:
             self.ema.update(self.network)
@@ -94,19 +100,29 @@ class Step:
             share = len(part.images) / len(batch.images)
             last = number == len(parts)
             with nullcontext() if last or fabric.world_size == 1 else fabric.no_backward_sync(self.model):
-                terms = self.terms_of(part)
+                with self.halves.in_place():
+                    terms = self.terms_of(part)
                 names, stacked = tuple(terms), torch.stack(list(terms.values()))
                 stacked = stacked if share == 1 else share * stacked
-                fabric.backward(stacked.sum())
+                self.halves.look(stacked)
+                fabric.backward(stacked, self.ones_for(stacked))
             values = stacked.detach() if values is None else values + stacked.detach()
         assert values is not None
+        self.halves.hand_over()
         if recipe.clip is not None:
             fabric.clip_gradients(self.model, self.optimizer, max_norm=recipe.clip, error_if_nonfinite=False)
         elif recipe.clip_value is not None:
             fabric.clip_gradients(self.model, self.optimizer, clip_val=recipe.clip_value)
         self.optimizer.step()
+        self.halves.follow()
         self.tally.add(names, values, len(batch.images) * fabric.world_size)
         return dict(zip(names, values.unbind(), strict=True))
+
+    def ones_for(self, terms: Tensor) -> Tensor:
+        """The gradient of the sum of all terms, which is made once."""
+        if self.ones.shape != terms.shape:
+            self.ones = torch.ones_like(terms)
+        return self.ones
 
     def terms_of(self, part: Batch) -> dict[str, Tensor]:
         if self.recipe.mixup:
@@ -114,8 +130,15 @@ class Step:
         if self.compiled is not None and len(part.images) * self.recipe.accumulate == self.recipe.batch_size:
             with self.fabric.autocast():
                 return self.compiled(part.images, part.labels, part.targets, self.margin, self.share)
-        output = self.model(part.images, part.labels)
-        return self.terms_from(output, part, self.margin, self.share)
+        return self.terms_from(self.output_of(part), part, self.margin, self.share)
+
+    def output_of(self, part: Batch) -> Output:
+        """In one process without Fabric's cast of all outputs to float32: losses do that, for what they look at."""
+        if self.fabric.world_size > 1:
+            return self.model(part.images, part.labels)
+        images = self.fabric.strategy.precision.convert_input(part.images)
+        with self.fabric.autocast():
+            return self.network(images, part.labels)
 
     def terms_of_network(
         self,
@@ -154,6 +177,11 @@ class Tally:
         """
         if not self.names:
             self.start(names, torch.zeros(len(names)))
+        if wanted(self.device) and has_triton():
+            from torchcaps.fused import losses_triton
+
+            if losses_triton.tally(self.totals, self.good, values, images):
+                return
         self.totals.add_(values, alpha=images)
         self.good.add_(self.totals - self.totals == 0)
 
@@ -244,7 +272,7 @@ def loss_terms(
         )
         terms["reconstruction"] = recipe.reconstruction * error
     if output.penalty is not None:
-        terms["penalty"] = output.penalty
+        terms["penalty"] = widen(output.penalty)
     return terms
 
 
