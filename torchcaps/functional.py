@@ -69,9 +69,8 @@ def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:
         return _fused(rows, "squash_exp").movedim(-1, dim)
     s = widen(poses)
     norm = torch.linalg.vector_norm(s, dim=dim, keepdim=True)
-    somewhere = norm > 0
-    safe = torch.where(somewhere, norm, 1)
-    return (s * torch.where(somewhere, -torch.expm1(-safe) / safe, 1)).to(poses.dtype)
+    safe = norm.clamp(min=1e-30)  # where the factor is 1, and constant
+    return (s * (torch.expm1(-safe) / -safe)).to(poses.dtype)
 
 
 def layer_norm(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchcaps.functional import layer_norm
 from torchcaps.layers.same import conv_same
 from torchcaps.layers.sizes import out_size
+from torchcaps.ops import conv_cpu
 from torchcaps.types import Capsules
 
 
@@ -65,6 +66,10 @@ class PrimaryCaps(nn.Module):
         weight = conv.weight if self.scale == 1.0 else conv.weight * self.scale
         if self.same:
             maps = conv_same(features, weight, conv.bias, conv.stride[0], conv.groups)
+        elif conv.padding == (0, 0) and conv.groups > 1 and conv_cpu.covers(features, weight):
+            maps = conv_cpu.weigh(features, weight, conv.bias)
+        elif conv.padding == (0, 0) and conv.groups == 1 and conv_cpu.suits(features, weight, conv.stride[0]):
+            maps = conv_cpu.convolve(features, weight, conv.bias, conv.stride[0])
         else:
             maps = F.conv2d(features, weight, conv.bias, conv.stride, conv.padding, groups=conv.groups)
         poses = maps.unflatten(1, (self.types, self.dim))

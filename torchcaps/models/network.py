@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,13 @@ class Network(nn.Module):
         self.objects = objects
         self.head = head
         self.decoder = decoder
+        self._channels_last = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        kernels = (p for p in self.parameters() if p.dim() == 4 and not p.is_contiguous())
+        self._channels_last = any(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
+        return self
 
     def encode(self, images: Tensor) -> tuple[Capsules | None, Tensor, Tensor | None]:
         """Class capsules, scores, and a penalty of the network's own."""
@@ -40,6 +49,9 @@ class Network(nn.Module):
         check_images(images, self.image, next(self.parameters()).dtype)
         if labels is not None:
             check_labels(labels, len(images), self.classes)
+        if self._channels_last and images.device.type == "cpu" and images.shape[1] == 1:
+            # grey images lie in both orders at once, of which torch would take the other, up to the second convolution
+            images = images.squeeze(1).unsqueeze(3).permute(0, 3, 1, 2)
         capsules, scores, penalty = self.encode(images)
         return Output(
             scores, capsules, self.reconstruct(capsules, scores, labels), penalty, self.head.probabilities(scores)

@@ -132,6 +132,8 @@ class Votes:
 
             if agreement_cpu.sums(self):
                 return agreement_cpu.total(self)
+        if coupling is None and self._few():
+            return self._by_parent().sum(2).unflatten(0, self.lead)
         weight = self.weight.to(self.poses.dtype)
         if coupling is not None:
             if self.sharing > 1:
@@ -224,6 +226,15 @@ class Votes:
         for size in self.lead:
             n *= size
         return n * self.in_caps * self.parents * self.dim * self.dtype.itemsize
+
+    def _few(self) -> bool:
+        """Whether these votes are so few that on a CPU one more product costs more than to sum them."""
+        from torchcaps.ops.votes_cpu import LEAST
+
+        if self.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        wide = widen(self.poses) is self.poses and self.poses.dtype == self.weight.dtype
+        return wide and self._size() < LEAST and self._size() <= _budget
 
     def _by_parent(self) -> Tensor:
         if self._stored is None:

@@ -200,8 +200,8 @@ def create_optimizer(
 ) -> Optimizer:
     """The recipe's, over those parameters that take part in training; `decay_on` needs the network they are of.
 
-    On CUDA all of them are changed in one kernel where torch has one. A capturable optimiser has its learning rate on
-    the device, so that a CUDA graph sees it change.
+    On CUDA and on a CPU all of them are changed in one kernel where torch has one. A capturable optimiser has its
+    learning rate on the device, so that a CUDA graph sees it change.
     """
     make, takes = _known("optimizer", recipe.optimizer, OPTIMIZERS)
     options = {word: value for word, value in recipe.optimizer_args.items() if word not in ("decay", "decay_on")}
@@ -216,7 +216,8 @@ def create_optimizer(
         trained = [p for p in network if p.requires_grad]
     everything = [*trained, *spared]
     on_cuda = bool(everything) and all(p.is_cuda for p in everything)
-    if on_cuda and recipe.optimizer in ("adam", "adamw", "sgd"):
+    on_cpu = bool(everything) and all(p.device.type == "cpu" for p in everything)
+    if (on_cuda or on_cpu) and recipe.optimizer in ("adam", "adamw", "sgd"):
         options["fused"] = True
     if capturable and recipe.optimizer in ("adam", "adamw", "rmsprop_keras"):
         options["capturable"] = True
