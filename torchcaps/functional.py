@@ -124,8 +124,8 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
 
     Shapes: poses [b, j, d], targets [b, k] -> [b, k, j, d]
     """
-    chosen = targets[..., None] == torch.arange(poses.shape[1], device=poses.device)  # [b, k, j]
-    return poses[:, None] * chosen[..., None]
+    others = targets[..., None] != torch.arange(poses.shape[1], device=poses.device)  # [b, k, j]
+    return poses[:, None].masked_fill(others[..., None], 0)
 
 
 def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None:
