@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchcaps.functional import widen
+from torchcaps.fused import wanted
 from torchcaps.ops.windows import Window
 
 _budget = 2**28  # bytes of votes that one layer may store
@@ -231,7 +232,7 @@ class Votes:
         """Whether these votes are so few that on a CPU one more product costs more than to sum them."""
         from torchcaps.ops.votes_cpu import LEAST
 
-        if self.device.type != "cpu" or torch.compiler.is_compiling():
+        if self.device.type != "cpu" or wanted(self.device) or torch.compiler.is_compiling():
             return False
         wide = widen(self.poses) is self.poses and self.poses.dtype == self.weight.dtype
         return wide and self._size() < LEAST and self._size() <= _budget
