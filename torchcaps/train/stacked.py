@@ -185,7 +185,7 @@ def _whole_window(images: Tensor, kernels: Tensor, offsets: Tensor | None) -> Te
     Shapes: images [b, r, c, h, w], kernels [r, c, 1, h, w], offsets [r, c] -> [b, r, c, 1, 1]
     """
     images, kernels, offsets = _autocast(images, kernels, offsets)
-    sums = (images * kernels[:, :, 0]).sum((3, 4), keepdim=True)
+    sums = (images * kernels.squeeze(2)).sum((3, 4), keepdim=True)
     return sums if offsets is None else sums + offsets[:, :, None, None]
 
 
@@ -216,8 +216,25 @@ class _Linear(_Rule):
         found = (_front(t, dim, info.batch_size) for t, dim in zip((x, weight, bias), in_dims, strict=True))
         stacked, kernels, offsets = _autocast(*found)
         rows = stacked.flatten(1, -2) if stacked.dim() > 2 else stacked[:, None]
-        out = rows @ kernels.mT if offsets is None else torch.baddbmm(offsets[:, None], rows, kernels.mT)
+        out = rows @ kernels.mT if offsets is None else _Products.apply(rows, kernels, offsets)
         return out.reshape(*stacked.shape[:-1], -1), 0
+
+
+class _Products(torch.autograd.Function):
+    """As baddbmm, but the gradient of the weights lies as they do, and need not be copied.
+
+    Shapes: x [r, n, i], weight [r, o, i], bias [r, o] -> [r, n, o]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.baddbmm(bias[:, None], x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.mT @ x, grad.sum(1)
 
 
 class _BatchNorm(_Rule):
