@@ -21,6 +21,8 @@ from torch._prims_common import suggest_memory_format
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
+from torchcaps.functional import length, squash, squash_exp
+
 
 class Stack:
     """Networks that differ in their weights alone.
@@ -252,6 +254,15 @@ class _BatchNorm(_Rule):
         return F.batch_norm(stacked.transpose(0, 1).flatten(1, 2), *flat, *rest[4:]).unflatten(1, (size, -1)), 1
 
 
+class _Rows(_Rule):
+    """A function of each pose, for which there may be a kernel that knows no vmap. Shapes: poses [r, ..., d]"""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, poses: Tensor, function: Callable[..., Tensor], dim: int) -> Any:
+        stacked = _front(poses, in_dims[0], info.batch_size)
+        return function(stacked, dim=dim if dim < 0 else dim + 1), 0
+
+
 class _Draw(_Rule):
     """Random numbers, for each replica its own."""
 
@@ -304,6 +315,13 @@ def _dropout(mode: _Rules, input: Tensor, p: float = 0.5, training: bool = True,
     return input * _Draw.apply(mode.index, mode.stack, make)
 
 
+def _rows(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def rule(mode: _Rules, poses: Tensor, dim: int = -1) -> Any:
+        return _Rows.apply(poses, function, dim)
+
+    return rule
+
+
 def _creation(create: Callable[..., Tensor]) -> Callable[..., Any]:
     def rule(mode: _Rules, *args: Any, **options: Any) -> Any:
         return _Draw.apply(mode.index, mode.stack, lambda: create(*args, **options))
@@ -316,6 +334,9 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.batch_norm: _batch_norm,
     F.dropout: _dropout,
+    length: _rows(length),
+    squash: _rows(squash),
+    squash_exp: _rows(squash_exp),
     torch.rand: _creation(torch.rand),
     torch.randn: _creation(torch.randn),
 }
