@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torchcaps.fused import has_triton, wanted
 
@@ -16,6 +17,8 @@ def length(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [...]
     """
+    if has_torch_function_unary(poses):
+        return handle_torch_function(length, (poses,), poses, dim=dim)
     if _fuses(rows := poses.movedim(dim, -1)):
         return _fused(rows, "length")
     return torch.linalg.vector_norm(widen(poses), dim=dim).to(poses.dtype)
@@ -26,6 +29,8 @@ def squash(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [..., d]
     """
+    if has_torch_function_unary(poses):
+        return handle_torch_function(squash, (poses,), poses, dim=dim)
     if _fuses(rows := poses.movedim(dim, -1)):
         return _fused(rows, "squash").movedim(-1, dim)
     s = widen(poses)
@@ -65,6 +70,8 @@ def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:
 
     Shapes: poses [..., d] -> [..., d]
     """
+    if has_torch_function_unary(poses):
+        return handle_torch_function(squash_exp, (poses,), poses, dim=dim)
     if _fuses(rows := poses.movedim(dim, -1)):
         return _fused(rows, "squash_exp").movedim(-1, dim)
     s = widen(poses)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.fused.kernels import DEVICE, DTYPES, OPT_IN, fused, on
 from tests.helpers import assert_as_accurate
 from torchcaps import functional
 from torchcaps.functional import layer_norm, length, squash, squash_exp
 from torchcaps.ops import backend
+from torchcaps.train.stacked import Stack
 
 pytestmark = OPT_IN
 SHAPES = {
@@ -130,3 +132,17 @@ def test_many_programs_share_the_rows(monkeypatch):
     monkeypatch.setattr(rows_triton, "PROGRAMS", 3)
     inputs = [drawn((700, 16)), *drawn((2, 16))]
     assert_as_accurate(fused(normed, functional, monkeypatch), on("torch", normed), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_replicas_run_on_the_kernels_too(name, dim, monkeypatch):
+    """Within vmap, where a kernel could not run by itself."""
+    function, x = FUNCTIONS[name], drawn((3, 2, 5, 8))
+    x = (x if dim < 0 else x.transpose(2, 3)).requires_grad_()
+    stack = Stack([nn.Linear(1, 1).to(DEVICE) for _ in range(2)])
+    expected = torch.stack([function(x[:, k], dim) for k in range(2)])
+    found = fused(lambda x: stack(lambda network, x: function(x, dim), x), functional, monkeypatch)(x)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x) for y in (found, expected)]
+    torch.testing.assert_close(*grads)

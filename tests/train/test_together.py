@@ -557,3 +557,21 @@ def test_presets_can_be_stacked(name, options):
             assert (gradient is None) == (parameter.grad is None)
             if gradient is not None:
                 torch.testing.assert_close(gradient[k], parameter.grad, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(), (3,), (3, 4)])
+def test_linear_layers_of_all_replicas(lead, bias):
+    networks = [nn.Linear(5, 6, bias=bias).double() for _ in range(2)]
+    stack, x = Stack(networks), torch.randn(2, *lead, 5, dtype=torch.float64, requires_grad=True)
+    found = stack(lambda network, x: network(x), x, axis=0)
+    expected = torch.stack([network(own) for network, own in zip(networks, x, strict=True)])
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    (inputs,) = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(x.grad, inputs)
+    expected.square().sum().backward()
+    for name, parameter in stack.all.named_parameters():
+        own = torch.stack([network.get_parameter(name).grad for network in networks])
+        torch.testing.assert_close(parameter.grad, own)
+        assert parameter.grad.stride() == parameter.stride()

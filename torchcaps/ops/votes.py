@@ -143,8 +143,9 @@ class Votes:
         if self.window is None or self.window.scrambled:
             children = self.children()
             rows = (children.sum(2) if self.sharing > 1 else children.squeeze(2)).unflatten(2, (self.rows, -1))
-            sums = rows.transpose(1, 2).flatten(2) @ weight.flatten(0, 1).flatten(1)  # [n, m, (j e)]
-            total = sums.unflatten(2, (self.parents, -1)).transpose(1, 2).flatten(2).unflatten(0, self.lead)
+            sums = rows.transpose(1, 2).flatten(2).flatten(0, 1) @ weight.flatten(0, 1).flatten(1)  # [(n m), (j e)]
+            sums = sums.unflatten(1, (self.parents, -1)).unflatten(0, (-1, self.rows))
+            total = sums.transpose(1, 2).flatten(2).unflatten(0, self.lead)
         else:
             total = self._convolve(weight)
         total = widen(total)

@@ -21,6 +21,8 @@ from torch._prims_common import suggest_memory_format
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
+from torchcaps.functional import length, squash, squash_exp
+
 
 class Stack:
     """Networks that differ in their weights alone.
@@ -185,7 +187,7 @@ def _whole_window(images: Tensor, kernels: Tensor, offsets: Tensor | None) -> Te
     Shapes: images [b, r, c, h, w], kernels [r, c, 1, h, w], offsets [r, c] -> [b, r, c, 1, 1]
     """
     images, kernels, offsets = _autocast(images, kernels, offsets)
-    sums = (images * kernels[:, :, 0]).sum((3, 4), keepdim=True)
+    sums = (images * kernels.squeeze(2)).sum((3, 4), keepdim=True)
     return sums if offsets is None else sums + offsets[:, :, None, None]
 
 
@@ -216,8 +218,25 @@ class _Linear(_Rule):
         found = (_front(t, dim, info.batch_size) for t, dim in zip((x, weight, bias), in_dims, strict=True))
         stacked, kernels, offsets = _autocast(*found)
         rows = stacked.flatten(1, -2) if stacked.dim() > 2 else stacked[:, None]
-        out = rows @ kernels.mT if offsets is None else torch.baddbmm(offsets[:, None], rows, kernels.mT)
+        out = rows @ kernels.mT if offsets is None else _Products.apply(rows, kernels, offsets)
         return out.reshape(*stacked.shape[:-1], -1), 0
+
+
+class _Products(torch.autograd.Function):
+    """As baddbmm, but the gradient of the weights lies as they do, and need not be copied.
+
+    Shapes: x [r, n, i], weight [r, o, i], bias [r, o] -> [r, n, o]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.baddbmm(bias[:, None], x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.mT @ x, grad.sum(1)
 
 
 class _BatchNorm(_Rule):
@@ -233,6 +252,15 @@ class _BatchNorm(_Rule):
         assert stacked is not None
         flat: Any = [None if vector is None else vector.flatten() for vector in vectors]
         return F.batch_norm(stacked.transpose(0, 1).flatten(1, 2), *flat, *rest[4:]).unflatten(1, (size, -1)), 1
+
+
+class _Rows(_Rule):
+    """A function of each pose, for which there may be a kernel that knows no vmap. Shapes: poses [r, ..., d]"""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, poses: Tensor, function: Callable[..., Tensor], dim: int) -> Any:
+        stacked = _front(poses, in_dims[0], info.batch_size)
+        return function(stacked, dim=dim if dim < 0 else dim + 1), 0
 
 
 class _Draw(_Rule):
@@ -287,6 +315,13 @@ def _dropout(mode: _Rules, input: Tensor, p: float = 0.5, training: bool = True,
     return input * _Draw.apply(mode.index, mode.stack, make)
 
 
+def _rows(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def rule(mode: _Rules, poses: Tensor, dim: int = -1) -> Any:
+        return _Rows.apply(poses, function, dim)
+
+    return rule
+
+
 def _creation(create: Callable[..., Tensor]) -> Callable[..., Any]:
     def rule(mode: _Rules, *args: Any, **options: Any) -> Any:
         return _Draw.apply(mode.index, mode.stack, lambda: create(*args, **options))
@@ -299,6 +334,9 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.batch_norm: _batch_norm,
     F.dropout: _dropout,
+    length: _rows(length),
+    squash: _rows(squash),
+    squash_exp: _rows(squash_exp),
     torch.rand: _creation(torch.rand),
     torch.randn: _creation(torch.randn),
 }
