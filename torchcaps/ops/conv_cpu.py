@@ -56,18 +56,24 @@ def covers(images: Tensor, weight: Tensor) -> bool:
 
 def weigh(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Shapes: images [b, c, h, w], weight [c, 1, h, w], bias [c] -> [b, c, 1, 1]"""
+    if not torch.is_grad_enabled():
+        return _weighed(images, weight, bias)
     out: Tensor = _Weigh.apply(images, weight, bias)
     return out
+
+
+def _weighed(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if len(images) != 1:
+        return F.conv2d(images, weight, bias, groups=len(weight))
+    sums = (images * weight[:, 0]).sum((2, 3), keepdim=True)
+    return sums if bias is None else sums.add_(bias[:, None, None])
 
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(images, weight)
-        if len(images) > 1:
-            return F.conv2d(images, weight, bias, groups=len(weight))
-        sums = (images * weight[:, 0]).sum((2, 3), keepdim=True)
-        return sums if bias is None else sums.add_(bias[:, None, None])
+        return _weighed(images, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
