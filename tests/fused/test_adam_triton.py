@@ -193,3 +193,33 @@ def test_the_table_of_a_recorded_step_is_filled_afterwards(small, monkeypatch):
     kernel[grid](*args)
     for one, two in zip(weights, other, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.skipif(not CUDA, reason="records a CUDA graph")
+def test_a_graph_that_frees_memory_before_its_step(small):
+    """What the recording frees must not become the table: each replay writes there first."""
+    weights, other = weights_of(torch.float32), weights_of(torch.float32)
+    lr = torch.tensor(1e-2, device=DEVICE)
+    ours, plain = small(weights, lr, capturable=True), Adam(other, lr, capturable=True)
+
+    def update(own, optimizer):
+        for size in (1, 2, 8, 64):
+            torch.full((256 * size,), -1, dtype=torch.int64, device=DEVICE)
+        for weight in own:
+            weight.grad = weight.detach().sin()
+        optimizer.step()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            update(weights, ours)
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            update(weights, ours)
+        ours.after_recording()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    for _ in range(6):
+        update(other, plain)
+    for one, two in zip(weights, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)

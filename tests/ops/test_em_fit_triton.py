@@ -29,7 +29,7 @@ def unwritten_is_nan(monkeypatch):
 
     def poisoned(*args, **options):
         x = empty(*args, **options)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
+        return x.detach().fill_(torch.nan).requires_grad_(x.requires_grad) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch, "empty", poisoned)
 

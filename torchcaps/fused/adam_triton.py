@@ -53,8 +53,8 @@ def adam(table, lr, rest1, rest2, log1, log2, eps, weight_decay, COUNT: tl.const
 class SmallAdam(Adam):
     """torch's Adam, capturable and fused; once it has moments, one kernel counts as its whole step.
 
-    What that kernel cannot take goes through torch's own: gradients laid out in another way, or many weights that have
-    no copies.
+    What that kernel cannot take goes through torch's own: gradients laid out in another way, many weights that have no
+    copies, or a graph recorded before there was a step of the same weights.
 
     Attributes:
         halves: weights that have a copy in bfloat16, which is written along with them. The gradients of the copy
@@ -64,16 +64,17 @@ class SmallAdam(Adam):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.halves: dict[Tensor, Tensor] = {}
+        self.spare: dict[int, Tensor] = {}  # a table for each group, for a graph to come
         self.recorded: list[tuple[Tensor, Tensor]] = []  # tables that a graph reads, and what is to be in them
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if not all(self._fits(group) for group in self.param_groups):
+        if not all(self._fits(number, group) for number, group in enumerate(self.param_groups)):
             self._usual_step()
             return
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             weights = self._trained(group)
-            table = self._table(weights)
+            table = self._table(number, weights)
             torch._foreach_add_([self.state[w]["step"] for w in weights], 1)
             beta1, beta2 = group["betas"]
             adam[(len(table),)](
@@ -102,7 +103,7 @@ class SmallAdam(Adam):
     def _trained(self, group: dict[str, Any]) -> list[Tensor]:
         return [w for w in group["params"] if self._gradient(w) is not None]
 
-    def _fits(self, group: dict[str, Any]) -> bool:
+    def _fits(self, number: int, group: dict[str, Any]) -> bool:
         weights = self._trained(group)
         return bool(weights) and (
             (bool(self.halves) or sum(w.numel() for w in weights) <= MOST)
@@ -112,7 +113,11 @@ class SmallAdam(Adam):
             and not (group["amsgrad"] or group["maximize"])
             and all(self.state[w] and self._alike(w) for w in weights)
             and all(self.state[w]["step"].device == w.device for w in weights)  # a host's address is none on a GPU
+            and (not _recording(weights) or self._has_spare(number, weights))
         )
+
+    def _has_spare(self, number: int, weights: list[Tensor]) -> bool:
+        return number in self.spare and len(self.spare[number]) == sum(-(-w.numel() // CHUNK) for w in weights)
 
     def _alike(self, weight: Tensor) -> bool:
         """Whether all that belongs to a weight is without gaps, and lies in memory in the same order."""
@@ -126,12 +131,17 @@ class SmallAdam(Adam):
             and all(_order(x) == order for x in (*moments, gradient, copy))
         )
 
-    def _table(self, weights: list[Tensor]) -> Tensor:
-        """Where a graph is being recorded nothing can be brought to the device, and nothing has to be there yet."""
+    def _table(self, number: int, weights: list[Tensor]) -> Tensor:
+        """Where a graph is being recorded nothing can be brought to the device, and nothing has to be there yet.
+
+        Its table must be older than the graph: what is allocated in a recording shares its memory with all that the
+        recording has freed before, and each replay would write there.
+        """
         rows = torch.tensor([row for weight in weights for row in self._rows(weight)])
-        if not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not _recording(weights):
+            self.spare[number] = torch.empty_like(rows, device=weights[0].device)
             return rows.to(weights[0].device)
-        table = torch.empty_like(rows, device=weights[0].device)
+        table = self.spare.pop(number)
         self.recorded.append((table, rows))
         return table
 
@@ -151,6 +161,10 @@ class SmallAdam(Adam):
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _recording(weights: list[Tensor]) -> bool:
+    return weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _order(x: Tensor) -> list[int]:

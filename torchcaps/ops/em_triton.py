@@ -29,6 +29,7 @@ from torchcaps.ops.votes_triton import (
     alone,
     cast_votes,
     children_of,
+    few_pairs,
     first_votes,
     fold_windows,
     hand_down,
@@ -507,7 +508,7 @@ class _Moments(torch.autograd.Function):
         atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
         copies = 1 if atomic else cut.grid[0]
         new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
-        wide = blocks > 1 or interpreted()  # the interpreter does not round to bfloat16, it cuts off
+        wide = blocks > 1 or few_pairs(votes) or interpreted()  # which does not round to bfloat16, it cuts off
         d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else ctx.inputs[0][0])
         d_weight = new_sum(copies, *weight.shape)
         d_offset = None if offset is None else new_sum(copies, *offset.shape)

@@ -25,8 +25,9 @@ from torchcaps.ops.votes import Votes
 from torchcaps.ops.windows import Window
 
 LEAST = tl.constexpr(-1e38)  # stands for the log of 0
-# Gradients of votes rounded to bfloat16 err about as much as rounding the result does. Among many results the largest
-# error hardly grows by it; among few it can, and there a second product, for what rounding left over, is cheap.
+# Gradients of votes rounded to bfloat16 err about as much as rounding the result does, and three products in TF32 a
+# little more than one in float32. Among many results the largest error hardly grows by it; among few it can, and there
+# a second product for what rounding left over, sums of windows in float32 and full products are cheap.
 FEW_PAIRS = 2**18
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
@@ -519,6 +520,10 @@ def precision_of(dtype: torch.dtype) -> tuple[tl.dtype, str]:
     return tl.float32, "tf32x3" if exact else "tf32"
 
 
+def few_pairs(votes: Votes) -> bool:
+    return math.prod(votes.lead) * votes.in_caps * votes.parents < FEW_PAIRS
+
+
 def plan(
     votes: Votes,
     backward: bool = False,
@@ -548,6 +553,8 @@ def plan(
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
     large = votes.rows * triton.next_power_of_2(columns) > 32
     dtype, precision = precision_of(votes.products)
+    if precision == "tf32x3" and votes.products == torch.float32 and few_pairs(votes) and not interpreted():
+        precision = "ieee"
     if together is None:
         together = 4 if dtype == tl.bfloat16 else 2 if precision == "tf32" else 1
     low = (2 if large else 4) if low is None else low
@@ -575,7 +582,7 @@ def plan(
         OFFSET=votes.offset is not None,
         DT=dtype,
         PRECISION=precision,
-        SPLIT=votes.products == torch.bfloat16 and n * votes.in_caps * parents < FEW_PAIRS,
+        SPLIT=votes.products == torch.bfloat16 and few_pairs(votes),
         PACKED=packed,
     )
     over_windows, over_parents = triton.cdiv(n, tile.BN), triton.cdiv(parents, high * low)
