@@ -387,7 +387,7 @@ def first_step(case: Case, device: torch.device, folder: str, answer: Connection
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cuda where there is one")
     parser.add_argument("--only", help=f"some of the sections {', '.join(SECTIONS)}")
     parser.add_argument("--presets", help="names with commas, or all; the usual ones if not given")
     parser.add_argument("--paths", help=f"some of {', '.join(PATHS)}")
@@ -400,10 +400,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
-    if arguments.job:
+    if arguments.job:  # which asks nothing of CUDA, for its processes are forked
         with suppress(KeyboardInterrupt):
             job(json.loads(arguments.job), torch.device(arguments.device))
         return
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sections = arguments.only.split(",") if arguments.only else list(SECTIONS)
     for unknown in set(sections) - set(SECTIONS):
         parser.error(f"there is no section {unknown!r}; there are {', '.join(SECTIONS)}")

@@ -553,7 +553,8 @@ def _plan(votes: Votes, backward: bool = False) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
     packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
-    return plan(votes, backward, low=1 if large else 2, block=8, packed=packed)
+    stages = 3 if votes.products == torch.bfloat16 else 2
+    return plan(votes, backward, low=1 if large else 2, block=8, packed=packed, stages=stages)
 
 
 def _strict(votes: Votes, tile: Tile) -> Tile:
