@@ -168,7 +168,7 @@ class Bench:
             reason = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
             return {**case.plain(), "name": case.name, "failed": reason[:60]}
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        return {**found, **case.plain(), "name": case.name}  # JSON has made lists of tuples
 
     def cold(self, presets: Sequence[str], batch: int) -> Iterator[dict[str, Any]]:
         """First steps, each in a process that has done nothing before but import; with empty caches of kernels."""

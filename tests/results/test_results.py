@@ -333,8 +333,12 @@ def test_an_ensemble_goes_to_the_row_that_counts_it():
     assert "| three" in render_readme_section(lines[:1], [first, other])
     assert "| together" not in render_readme_section(lines[:1], [first, other])
     changed = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, lr=0.5))
-    assert "not run" in render(other, [changed])
-    assert "lr = 0.5, an ensemble of 2" in render(first, [changed])
+    for table in (first, other):
+        assert "lr = 0.5" in render(table, [changed])
+        assert "an ensemble of 2" not in render(table, [changed])
+    stranger = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, data="cifar10"))
+    assert "cifar10" not in render(other, [stranger])
+    assert "data = cifar10, an ensemble of 2" in render(first, [stranger])
 
 
 def test_a_field_that_a_line_is_too_old_to_have_is_at_its_default():

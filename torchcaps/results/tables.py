@@ -17,6 +17,7 @@ from torchcaps.results import Result
 from torchcaps.results.sheet import FORMATS, Line, Sheet
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
 LEGEND = "Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set."
 
@@ -116,8 +117,10 @@ def _by_row(table: Any, results: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def is_ensemble_for(recipe: recipes.Recipe, result: Result) -> bool:
-    """Whether the row counts ensembles, and this is one of networks trained as it says, as whichever row that was."""
-    return bool(result.members) and recipe.metric.startswith("ensemble_") and not _changes(recipe, result)
+    """Whether the row counts ensembles, and this is one of its networks on its images, as whichever row these were."""
+    if not result.members or not recipe.metric.startswith("ensemble_"):
+        return False
+    return not any(change.split(" ")[0].split(".")[0] in SAME_IN_ENSEMBLES for change in _changes(recipe, result))
 
 
 def variation(recipe: recipes.Recipe, result: Result) -> str:
