@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchcaps.fused import has_triton, wanted
+from torchcaps.fused import has_triton, wanted, watched
 
 
 def length(poses: Tensor, dim: int = -1) -> Tensor:
@@ -46,7 +46,8 @@ def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int) -> Tensor:
     if wanted(features.device) and has_triton():
         from torchcaps.fused import encap_triton
 
-        if isinstance(norm, nn.BatchNorm2d) and encap_triton.takes_activation(features, norm, caps):
+        fits = encap_triton.takes_activation(features, norm, caps) and not watched(norm)
+        if fits and isinstance(norm, nn.BatchNorm2d):
             return encap_triton.activation(features, norm, caps).unflatten(1, (caps, -1))
     return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)
 

@@ -1,5 +1,7 @@
 """Adam as a kernel against torch's in float64."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -223,3 +225,29 @@ def test_a_graph_that_frees_memory_before_its_step(small):
         update(other, plain)
     for one, two in zip(weights, other, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_goes_on_and_a_closure_is_asked(small):
+    optimizer, weights = trained(small, torch.float32, steps=2)
+    twin = deepcopy(optimizer)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    versions = [weight._version for weight in weights]
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert all(weight._version > version for weight, version in zip(weights, versions, strict=True))
+    others = [p for group in twin.param_groups for p in group["params"]]
+    for weight in others:
+        weight.grad = torch.ones_like(weight)
+    twin.step()
+    for one, two in zip(weights, others, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_gradients_of_copies_are_cleared_with_the_others(small):
+    weight = nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = small([weight], torch.tensor(1e-2, device=DEVICE), capturable=CUDA)
+    half = nn.Parameter(weight.detach().bfloat16())
+    half.grad = torch.ones_like(half)
+    optimizer.halves = {weight: half}
+    optimizer.zero_grad()
+    assert half.grad is None

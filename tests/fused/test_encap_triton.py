@@ -132,3 +132,19 @@ def test_a_whole_layer_in_training(monkeypatch):
         gradients = torch.autograd.grad(poses, [u, *own.parameters()], drawn(*poses.shape))
         found.append([poses, *gradients, *own.buffers()])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_not_a_number_stays_so():
+    features = channels_last(2, 8, 3, 3, 3)
+    features[0, 5, 1, 1] = torch.nan
+    norm = nn.BatchNorm2d(24).to(DEVICE)
+    with backend("triton"):
+        assert norm_relu_squash(features, norm, 8).isnan().any()
+
+
+def test_hooks_hear_of_the_norm():
+    heard, norm = [], nn.BatchNorm2d(24).to(DEVICE)
+    norm.register_forward_hook(lambda module, args, output: heard.append(output))
+    with backend("triton"):
+        norm_relu_squash(channels_last(2, 8, 3, 3, 3), norm, 8)
+    assert heard

@@ -211,6 +211,17 @@ def test_hooks_hear_of_every_module():
     with backend("triton"):
         layers(channels_last(2, 3, 6, 6))
     assert len(heard) == 1
+    layers, heard = normed(), []
+    layers[2].register_full_backward_pre_hook(lambda module, grads: heard.append(grads))
+    with backend("triton"):
+        layers(channels_last(2, 3, 6, 6)).sum().backward()
+    assert len(heard) == 1
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: heard.append(module))
+    with backend("triton"):
+        layers = normed()
+        layers(channels_last(2, 3, 6, 6))
+    handle.remove()
+    assert all(module in heard for module in layers)
 
 
 def test_one_number_for_each_channel_is_refused_as_by_torch():

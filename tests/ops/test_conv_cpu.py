@@ -1,8 +1,11 @@
 """The quicker convolutions of a CPU against torch's own."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients
 from torchcaps.layers import PrimaryCaps
@@ -121,3 +124,44 @@ def test_networks_of_grey_images_are_channels_last_from_the_start(preset):
         torch.testing.assert_close(ours.scores, expected.scores[:batch], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(ours.reconstruction, expected.reconstruction[:batch], rtol=1e-10, atol=1e-12)
     assert seen == [False, False]
+
+
+class Scores(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images):
+        return self.network(images).scores
+
+
+def test_traces_and_derivatives_of_another_kind_take_torchs_own(tmp_path):
+    network = create_model("efficient_capsnet_mnist", decoder=False).eval().to(memory_format=LAST)
+    images = torch.rand(2, 1, 28, 28)
+    with torch.no_grad():
+        expected = network(images).scores
+    with warnings.catch_warnings(action="ignore"):
+        traced = torch.jit.trace(Scores(network), images, check_trace=False)
+        torch.jit.save(traced, tmp_path / "traced.pt")
+    torch.testing.assert_close(traced(images), expected)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(images, torch.ones_like(images))
+        change = torch.autograd.forward_ad.unpack_dual(network(dual).scores).tangent
+    images.requires_grad_()
+    (rows,) = torch.autograd.grad(network(images).scores[0], images, torch.eye(10), is_grads_batched=True)
+    torch.testing.assert_close(rows.sum((1, 2, 3, 4)), change[0], rtol=1e-3, atol=1e-5)
+
+
+def test_many_gradients_at_once():
+    images, weight = drawn(2, 3, 7, 7).requires_grad_(), drawn(4, 3, 3, 3).requires_grad_()
+    above = torch.randn(5, 2, 4, 3, 3)
+    found, expected = (
+        torch.autograd.grad(out, (images, weight), above, is_grads_batched=True)
+        for out in (conv_cpu.convolve(images, weight, None, 2), F.conv2d(images, weight, None, 2))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_groups_of_several_channels_are_not_depthwise():
+    assert conv_cpu.covers(drawn(1, 8, 3, 3), drawn(8, 1, 3, 3))
+    assert not conv_cpu.covers(drawn(1, 8, 3, 3), drawn(8, 4, 3, 3))

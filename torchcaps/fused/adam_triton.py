@@ -67,11 +67,25 @@ class SmallAdam(Adam):
         self.spare: dict[int, Tensor] = {}  # a table for each group, for a graph to come
         self.recorded: list[tuple[Tensor, Tensor]] = []  # tables that a graph reads, and what is to be in them
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, empty in (("halves", {}), ("spare", {}), ("recorded", [])):  # a copy's, which begins anew
+            self.__dict__.setdefault(name, empty)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for copy in self.halves.values():
+            copy.grad = None
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if not all(self._fits(number, group) for number, group in enumerate(self.param_groups)):
             self._usual_step()
-            return
+            return loss
         for number, group in enumerate(self.param_groups):
             weights = self._trained(group)
             table = self._table(number, weights)
@@ -81,6 +95,8 @@ class SmallAdam(Adam):
                 table, group["lr"], 1 - beta1, 1 - beta2, math.log(beta1), math.log(beta2), group["eps"],
                 group["weight_decay"], CHUNK,
             )  # fmt: skip
+            torch.autograd.graph.increment_version(weights)  # autograd cannot see what a kernel writes
+        return loss
 
     def after_recording(self) -> None:
         """Fills the tables of steps that were recorded in a graph; to be called before its first replay."""
@@ -110,7 +126,9 @@ class SmallAdam(Adam):
             and isinstance(group["lr"], Tensor)
             and group["lr"].device == weights[0].device
             and min(group["betas"]) > 0
-            and not (group["amsgrad"] or group["maximize"])
+            and not (group["amsgrad"] or group["maximize"] or group.get("decoupled_weight_decay"))
+            and getattr(self, "grad_scale", None) is None
+            and getattr(self, "found_inf", None) is None
             and all(self.state[w] and self._alike(w) for w in weights)
             and all(self.state[w]["step"].device == w.device for w in weights)  # a host's address is none on a GPU
             and (not _recording(weights) or self._has_spare(number, weights))

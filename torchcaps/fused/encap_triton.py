@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchcaps.fused.norm_triton import trains
-from torchcaps.fused.rows_triton import NUMBERS, PROGRAMS, _cut, _laid_out_as, factors, load_rows, rows_at, takes
+from torchcaps.fused.rows_triton import NUMBERS, PROGRAMS, _cut, _laid_out_as, factors, load_rows, relu, rows_at, takes
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _activated(x, mean, scale, weight, bias, at, there, CAPS: tl.constexpr, D: t
     """The input with mean 0 and variance 1, and what batch norm and ReLU make of it. Shapes: [P, CAPS, DP]"""
     unit = (load_rows(x, at, there) - _of_channels(mean, CAPS, D, DP)) * _of_channels(scale, CAPS, D, DP)
     active = unit * _of_channels(weight, CAPS, D, DP) + _of_channels(bias, CAPS, D, DP)
-    return unit, tl.where(there, tl.maximum(active, 0.0), 0.0)
+    return unit, tl.where(there, relu(active), 0.0)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -41,10 +42,16 @@ def wanted(device: torch.device, replicas: bool = False) -> bool:
     """
     if _backend == "torch" or torch.compiler.is_compiling():
         return False
-    if _backend == "auto" and device.type != "cuda":
-        return False
+    if _backend == "auto" and (device.type != "cuda" or device.index not in (None, torch.cuda.current_device())):
+        return False  # Triton launches on the current device
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     return not transforms or (replicas and [t.key() for t in transforms] == [torch._C._functorch.TransformType.Vmap])
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether a hook waits for what goes into or comes out of this module, which kernels would pass by."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or nn.modules.module._has_any_global_hook()
 
 
 @cache

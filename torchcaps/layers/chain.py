@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.fused import has_triton, wanted
+from torchcaps.fused import has_triton, wanted, watched
 
 CONV = ([nn.Conv2d, nn.ReLU, nn.BatchNorm2d], [nn.Conv2d, nn.BatchNorm2d, nn.ReLU])
 LINEAR = ([nn.Linear, nn.ReLU], [nn.Linear, nn.Sigmoid])
@@ -79,8 +79,4 @@ def linear_activation(x: Tensor, linear: nn.Module, activation: nn.Module) -> Te
 
 def _fuse(x: Tensor, *modules: nn.Module) -> bool:
     """Whether kernels are asked for, and no hook waits for what goes between the modules."""
-    return wanted(x.device, replicas=True) and has_triton() and all(m.training and not _watched(m) for m in modules)
-
-
-def _watched(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    return wanted(x.device, replicas=True) and has_triton() and all(m.training and not watched(m) for m in modules)

@@ -31,6 +31,8 @@ def _free(images: Tensor, weight: Tensor) -> bool:
         and images.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and torch.autograd.forward_ad._current_level < 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
@@ -51,7 +53,7 @@ def suits(images: Tensor, weight: Tensor, stride: int) -> bool:
 
 def covers(images: Tensor, weight: Tensor) -> bool:
     """Whether `weigh` will do. Shapes: images [b, c, h, w], weight [c, 1, y, x]"""
-    return _free(images, weight) and images.shape[1:] == (len(weight), *weight.shape[2:])
+    return _free(images, weight) and weight.shape[1] == 1 and images.shape[1:] == (len(weight), *weight.shape[2:])
 
 
 def weigh(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,8 +94,22 @@ class _Weigh(torch.autograd.Function):
 
 def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
     """Shapes: images [b, c, h, w], weight [o, c, y, x], bias [o] -> [b, o, h', w']"""
+    if not torch.is_grad_enabled():
+        return _convolved(images, weight, bias, stride)
     out: Tensor = _Convolution.apply(images, weight, bias, stride)
     return out
+
+
+def _convolved(images: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    windows = _Windows(images, weight, stride)
+    kernel = weight.permute(0, 2, 3, 1)  # [o, y, x, c]
+    out = images.new_empty(len(images), *windows.space, len(weight))
+    for some in windows.pieces():
+        part = out[some].flatten(0, 2)
+        part.zero_() if bias is None else part.copy_(bias)
+        for row in range(kernel.shape[1]):
+            part.addmm_(windows.gather(some, row), kernel[:, row].flatten(1).T)
+    return out.permute(0, 3, 1, 2)
 
 
 class _Convolution(torch.autograd.Function):
@@ -101,21 +117,14 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
         ctx.save_for_backward(images, weight)
         ctx.stride = stride
-        windows = _Windows(images, weight, stride)
-        kernel = weight.permute(0, 2, 3, 1)  # [o, y, x, c]
-        out = images.new_empty(len(images), *windows.space, len(weight))
-        for some in windows.pieces():
-            part = out[some].flatten(0, 2)
-            part.zero_() if bias is None else part.copy_(bias)
-            for row in range(kernel.shape[1]):
-                part.addmm_(windows.gather(some, row), kernel[:, row].flatten(1).T)
-        return out.permute(0, 3, 1, 2)
+        return _convolved(images, weight, bias, stride)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, weight = ctx.saved_tensors
         of_images, of_weight, of_bias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # second derivatives are asked for, which torch's own has
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
+            # second derivatives or many gradients at once are asked for, which torch's own has
             sizes, step = [len(weight)], [ctx.stride, ctx.stride]
             needed = [of_images, of_weight, of_bias]
             found = torch.ops.aten.convolution_backward(

@@ -36,7 +36,7 @@ class GroupedConv2d(nn.Conv2d):
     """
 
     def forward(self, features: Tensor) -> Tensor:
-        if not spreads(features, self.in_channels):
+        if self.dilation != (1, 1) or self.padding_mode != "zeros" or not spreads(features, self.in_channels):
             return super().forward(features)
         weight = block_diagonal(self.weight, self.groups)
         return F.conv2d(features, weight, self.bias, self.stride, self.padding)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ class GroupedConvTranspose2d(nn.ConvTranspose2d):
     """
 
     def forward(self, features: Tensor, size: list[int] | None = None) -> Tensor:
-        if not spreads(features, self.in_channels):
+        if self.dilation != (1, 1) or not spreads(features, self.in_channels):
             return super().forward(features, size)
         spare = self._output_padding(features, size, self.stride, self.padding, self.kernel_size, 2)  # type: ignore[arg-type]
         weight = block_diagonal(self.weight, self.groups)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @triton.jit
@@ -105,6 +106,7 @@ class ReplicaConv(torch.autograd.Function):
         return _run(images, kernel, offsets, size, stride, padding, back=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         images, weight = ctx.saved_tensors
         stride, padding, has_bias = ctx.options

@@ -109,11 +109,19 @@ def _by_row(table: Any, results: Iterable[Result]) -> dict[str, list[Result]]:
     found: dict[str, list[Result]] = {row: [] for row in table.ROWS}
     for result in sorted(results, key=lambda result: result.finished):
         together = [row for row, recipe in table.ROWS.items() if is_ensemble_for(recipe, result)]
+        if not together and _counted_elsewhere(result):
+            continue
         if result.table == name and (not together or result.row in together):
             found.setdefault(result.row, []).append(result)
         elif together:
             found[together[0]].append(result)
     return found
+
+
+def _counted_elsewhere(result: Result) -> bool:
+    """Whether some table has a row for this ensemble."""
+    rows = (recipe for table in recipes.tables().values() for recipe in table.ROWS.values())
+    return bool(result.members) and any(is_ensemble_for(recipe, result) for recipe in rows)
 
 
 def is_ensemble_for(recipe: recipes.Recipe, result: Result) -> bool:

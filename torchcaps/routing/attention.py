@@ -24,7 +24,8 @@ def attention_routing(votes: Votes | Tensor, kernel: Tensor) -> Capsules:
     """Mixes the votes for each parent by a softmax over its children.
 
     The logit of a child is a linear form in the votes of all children for that parent (the released code, and the
-    paper's counts), or in its own vote alone (the vector of D x N numbers in the paper's text).
+    paper's counts), or in its own vote alone (the vector of D x N numbers in the paper's text). Where kernels do it,
+    gradients go through the poses alone; `backend("torch")` has them for the coupling too.
 
     Args:
         kernel: [m, i, j, d], how much the vote of child m speaks for child i; or [i, j, d], each for itself.

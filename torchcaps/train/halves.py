@@ -2,7 +2,8 @@
 
 Autocast casts each weight of a convolution or linear layer at each step, and its gradient back: two small kernels a
 weight, which a small network takes longer for than for its convolutions. Here a copy of the weight is kept in half
-precision. It is the same rounding, and the gradient's way back to float32 is exact, so that not a bit changes.
+precision. It is the same rounding, and the gradient's way back to float32 is exact, so that not a bit of the loss and
+its gradients changes. The weights' own `grad` stays empty where the optimiser reads that of the copies.
 
 Optimiser, clipping, averages and checkpoints have to do with the weights alone, in float32.
 """
@@ -117,7 +118,7 @@ class Halves:
 def only_cast(loss: Tensor) -> list[Tensor]:
     """The leaves from which all that came to this loss is one half-precision cast each, perhaps after a view."""
     users: dict[Any, list[Any]] = {}
-    todo = [loss.grad_fn]
+    todo = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in todo:  # grows while it runs
         for source, _ in node.next_functions:  # type: ignore[union-attr]
             if source is not None:
