@@ -201,9 +201,7 @@ def override(options: dict[str, Any]) -> Callable[[], None]:
 
     before = em_triton._plan
     agreement_triton.plan = functools.partial(votes_triton.plan, **options)
-    em_triton._plan = lambda votes, backward=False: votes_triton.plan(
-        votes, backward, **{"low": 2, "block": 8, "packed": True} | options
-    )
+    em_triton._plan = lambda votes: votes_triton.plan(votes, **{"low": 2, "block": 8, "packed": True} | options)
 
     def back() -> None:
         agreement_triton.plan, em_triton._plan = votes_triton.plan, before

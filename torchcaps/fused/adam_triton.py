@@ -1,4 +1,7 @@
-"""Adam for small networks in one kernel. torch's has a block of threads for 65,536 weights: too few to fill a GPU."""
+"""Adam in one kernel that also keeps half-precision copies of the weights.
+
+torch's has a block of threads for 65,536 weights: too few to fill a GPU where a network is small.
+"""
 
 # mypy: disable-error-code="assignment"
 

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchcaps.fused.norm_triton import trains
-from torchcaps.fused.rows_triton import NUMBERS, PROGRAMS, _cut, _laid_out_as, factors, load_rows, relu, rows_at, takes
+from torchcaps.fused.rows_triton import (
+    NUMBERS,
+    PROGRAMS,
+    cut_rows,
+    factors,
+    laid_out_as,
+    load_rows,
+    relu,
+    rows_at,
+    takes,
+)
 
 
 @triton.jit
@@ -164,7 +174,7 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> Any:
         inputs = ctx.saved_tensors
         x, weight = inputs[0], inputs[3]
-        d_y, d_x = _laid_out_as(x, d_y), torch.empty_like(x)
+        d_y, d_x = laid_out_as(x, d_y), torch.empty_like(x)
         pixels, block = _pixels(x, ctx.caps)
         blocks = triton.cdiv(pixels, block["P"])
         per_program = triton.cdiv(blocks, PROGRAMS)
@@ -207,7 +217,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, master: Tensor, aide: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
         ctx.save_for_backward(master, aide, m1, m2)
         y = torch.empty_like(master)
-        rows, block = _cut(master)
+        rows, block = cut_rows(master)
         gate_forward[(triton.cdiv(rows, block["R"]),)](master, aide, m1, m2, y, rows, **block, num_warps=8)
         return y
 
@@ -216,8 +226,8 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> Any:
         inputs = ctx.saved_tensors
         master = inputs[0]
-        d_y = _laid_out_as(master, d_y)
+        d_y = laid_out_as(master, d_y)
         gradients = [torch.empty_like(x) for x in inputs]
-        rows, block = _cut(master)
+        rows, block = cut_rows(master)
         gate_backward[(triton.cdiv(rows, block["R"]),)](*inputs, d_y, *gradients, rows, **block, num_warps=8)
         return tuple(gradients)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.rows_triton import _laid_out_as, load_rows, relu
+from torchcaps.fused.rows_triton import laid_out_as, load_rows, relu
 
 NUMBERS = 2048  # in a block of pixels
 PROGRAMS = 1056  # that share a map at most, eight for each multiprocessor of an H200
@@ -299,7 +299,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor, _: Any) -> Any:
         inputs = ctx.saved_tensors
         x, bias, weight = inputs[:3]
-        d_y, d_x = _laid_out_as(x, d_y), torch.empty_like(x)
+        d_y, d_x = laid_out_as(x, d_y), torch.empty_like(x)
         grid, sizes, block = _cut(x)
         each = 4 if ctx.relu_first and bias is not None else 2
         parts = torch.empty(grid[0], each, len(weight), dtype=torch.float32, device=x.device)

@@ -177,7 +177,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         y = torch.empty_like(x, dtype=dtype)
-        rows, block = _cut(x)
+        rows, block = cut_rows(x)
         layer_norm_forward[(triton.cdiv(rows, block["R"]),)](x, weight, bias, y, eps, rows, **block)
         return y
 
@@ -185,8 +185,8 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        d_y, d_x = _laid_out_as(x, d_y), torch.empty_like(x)
-        rows, block = _cut(x)
+        d_y, d_x = laid_out_as(x, d_y), torch.empty_like(x)
+        rows, block = cut_rows(x)
         blocks = triton.cdiv(rows, block["R"])
         per_program = triton.cdiv(blocks, PROGRAMS)
         programs = triton.cdiv(blocks, per_program)
@@ -202,7 +202,7 @@ class _Squash(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.kind = kind
         y = torch.empty_like(x[..., 0] if kind == "length" else x)
-        rows, block = _cut(x)
+        rows, block = cut_rows(x)
         squash_forward[(triton.cdiv(rows, block["R"]),)](x, y, rows, **block, KIND=kind)
         return y
 
@@ -210,13 +210,13 @@ class _Squash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        d_y, d_x = _laid_out_as(x[..., 0] if ctx.kind == "length" else x, d_y), torch.empty_like(x)
-        rows, block = _cut(x)
+        d_y, d_x = laid_out_as(x[..., 0] if ctx.kind == "length" else x, d_y), torch.empty_like(x)
+        rows, block = cut_rows(x)
         squash_backward[(triton.cdiv(rows, block["R"]),)](x, d_y, d_x, rows, **block, KIND=ctx.kind)
         return d_x, None
 
 
-def _cut(x: Tensor) -> tuple[int, dict[str, int]]:
+def cut_rows(x: Tensor) -> tuple[int, dict[str, int]]:
     """How many rows there are, and how many a program takes: fewer where there are few, to fill the device."""
     d = x.shape[-1]
     rows, padded = x.numel() // d, triton.next_power_of_2(d)
@@ -225,7 +225,7 @@ def _cut(x: Tensor) -> tuple[int, dict[str, int]]:
     return rows, {"D": d, "DP": padded, "R": min(most, max(few, min(most, 128 // padded), 1))}
 
 
-def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
     """Strides of dimensions of size 1 mean nothing."""
     like = torch.empty_like(x, dtype=y.dtype)
     places = zip(y.shape, y.stride(), like.stride(), strict=True)

@@ -31,12 +31,14 @@ from torchcaps.ops.votes_triton import (
     load_weight,
     no_rows,
     no_weight_gradient,
+    or_,
     over_entries,
     over_parents,
     pairs_at,
     plan,
     store_rows,
     store_weight_gradient,
+    summed,
     to_entries,
     to_parents,
 )
@@ -228,7 +230,7 @@ class _Agreement(torch.autograd.Function):
 
         def run(tops: Tensor, sums: Tensor, which: int) -> None:
             agreement_forward[cut.grid](
-                poses, weight, _or(offset, sums), parents, _or(logits, sums), _or(prior, sums), tops, sums, mixture,
+                poses, weight, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, mixture,
                 options.scale, 0.0, cut.per_split, cut.space, cut.tile,
                 logits is not None, prior is not None, options.leak and blocks == 1, which, **cut.options,
             )  # fmt: skip
@@ -241,14 +243,14 @@ class _Agreement(torch.autograd.Function):
             sums = (block_sums * (block_tops - tops).exp()).sum(0)
         run(tops, sums, 2 if blocks > 1 else 0)
         ctx.save_for_backward(poses, weight, offset, parents, logits, prior, tops, sums)
-        return _total(mixture).unflatten(0, votes.lead)
+        return summed(mixture).unflatten(0, votes.lead)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_mixture: Tensor) -> Any:
         poses, weight, offset, parents, logits, prior, tops, sums = ctx.saved_tensors
         votes = Votes(poses, weight, ctx.window, offset, ctx.products)
-        cut = plan(votes, backward=True)
+        cut = plan(votes)
         n, i, j = cut.space[-3:]
         d_mixture = d_mixture.reshape(n, j, votes.dim).contiguous()
         blocks = cut.grid[2]
@@ -266,8 +268,8 @@ class _Agreement(torch.autograd.Function):
 
         def run(delta: Tensor, which: int) -> None:
             agreement_backward[cut.grid](
-                poses, weight, _or(offset, sums), parents, _or(logits, sums), _or(prior, sums), tops, sums, delta,
-                d_mixture, d_poses, d_weight, _or(d_offset, sums), d_parents, _or(d_logits, sums), _or(d_prior, sums),
+                poses, weight, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, delta,
+                d_mixture, d_poses, d_weight, or_(d_offset, sums), d_parents, or_(d_logits, sums), or_(d_prior, sums),
                 ctx.options.scale, 0.0, cut.per_split, cut.space, cut.tile,
                 logits is not None, prior is not None, ctx.options.constant, which, atomic, **cut.options,
             )  # fmt: skip
@@ -278,13 +280,14 @@ class _Agreement(torch.autograd.Function):
             run(delta, 1)
             delta = delta.sum(0)
         run(delta, 2 if blocks > 1 else 0)
-        d_above = None if ctx.options.constant else _total(d_parents).unflatten(0, votes.lead)
+        d_above = None if ctx.options.constant else summed(d_parents).unflatten(0, votes.lead)
         d_children = fold_windows(d_poses, poses, cut, ctx.window)
         grads = (
             d_children,
-            *(_total(x) for x in (d_weight, d_offset)),
+            summed(d_weight),
+            None if d_offset is None else summed(d_offset),
             d_above,
-            *(_total(x) for x in (d_logits, d_prior)),
+            *(None if x is None else summed(x) for x in (d_logits, d_prior)),
         )
         return (
             *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.inputs, strict=True)),
@@ -300,11 +303,3 @@ def _prepared(poses: Tensor, weight: Tensor, offset: Tensor | None, parents: Ten
     offset = None if offset is None else offset.float().contiguous()
     parents = parents.reshape(-1, *parents.shape[-2:]).contiguous()
     return poses, weight, offset, parents, *(None if x is None else x.float().contiguous() for x in pairs)
-
-
-def _or(x: Tensor | None, unused: Tensor) -> Tensor:
-    return unused if x is None else x
-
-
-def _total(x: Any) -> Any:
-    return x if x is None else x[0] if len(x) == 1 else x.sum(0)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.rows_triton import _cut, rows_at
+from torchcaps.fused.rows_triton import cut_rows, rows_at
 
 
 @triton.jit
@@ -153,7 +153,7 @@ class _Fit(torch.autograd.Function):
         new = partial(torch.empty, dtype=torch.float32, device=centre.device)
         mean, score = new(centre.shape), new(centre.shape[:-1])
         precision = mean if last else new(centre.shape)
-        rows, block = _cut(centre)
+        rows, block = cut_rows(centre)
         em_fit_forward[(triton.cdiv(rows, block["R"]),)](
             mass, first, second, centre, beta_u, beta_a, mean, precision, score, score, temperature, floor, len(mass),
             rows, len(beta_u), last, **block,
@@ -170,7 +170,7 @@ class _Fit(torch.autograd.Function):
         new = partial(torch.empty, dtype=torch.float32, device=centre.device)
         d_mass, d_first, d_second = new(mass.shape[1:]), new(first.shape[1:]), new(second.shape[1:])
         d_betas = new(2, *mass.shape[1:])
-        rows, block = _cut(centre)
+        rows, block = cut_rows(centre)
         em_fit_backward[(triton.cdiv(rows, block["R"]),)](
             mass, first, second, centre, beta_u, beta_a, d_mean, d_precision, d_score, d_score, d_mass, d_first,
             d_second, d_betas, temperature, floor, len(mass), rows, len(beta_u), last, **block,

@@ -39,6 +39,7 @@ from torchcaps.ops.votes_triton import (
     load_weight,
     no_rows,
     no_weight_gradient,
+    or_,
     over_entries,
     over_parents,
     pack_weight,
@@ -48,6 +49,7 @@ from torchcaps.ops.votes_triton import (
     store_rows,
     store_weight_gradient,
     sum_over_windows,
+    summed,
     to_entries,
     to_parents,
 )
@@ -344,7 +346,7 @@ def fused_fit(votes: Votes, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fused_mixture(votes: Votes, coupling: Tensor) -> Tensor:
     """As `Votes.mixture`. Shapes: coupling [..., i, j] -> [..., j, d]"""
     centre = torch.zeros(*votes.lead, votes.parents, votes.dim, device=votes.device)
-    return _total(_moments(votes, coupling, centre, 1, squares=False)[1]).unflatten(0, votes.lead)
+    return summed(_moments(votes, coupling, centre, 1, squares=False)[1]).unflatten(0, votes.lead)
 
 
 def fused_em_step(
@@ -404,7 +406,7 @@ def _near_the_mean(votes: Votes) -> Tensor:
 
 def _fit(votes: Votes, moments: tuple[Tensor, Tensor, Tensor], centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mass, mean and variance from sums around a centre, on which they do not depend."""
-    mass, first, second = (_total(x).unflatten(0, votes.lead) for x in moments)
+    mass, first, second = (summed(x).unflatten(0, votes.lead) for x in moments)
     least = mass.clamp(min=1e-7)[..., None]
     whole = mass[..., None] / least  # 1, but for parents that next to nobody votes for
     first = first / least
@@ -480,15 +482,15 @@ class _Moments(torch.autograd.Function):
         if kind == 2:
             gathered = new(blocks, n, i)
             em_gather[cut.grid](
-                poses, packed, _or(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
+                poses, packed, or_(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
                 cut.tile, **cut.options,
             )  # fmt: skip
             log_total = sum_over_windows(gathered, cut, competing)
         first = new(splits, n, j, votes.dim)
         mass, second = (new(splits, n, j), new(splits, n, j, votes.dim)) if squares else (first, first)
         em_forward[cut.grid](
-            poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
-            _or(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, _strict(votes, cut.tile), kind,
+            poses, packed, or_(offset, gates), gates, centre, or_(precision, gates), or_(score, gates),
+            or_(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, _strict(votes, cut.tile), kind,
             squares, **(_narrow(votes, cut) if kind == 2 else cut.options),
         )  # fmt: skip
         ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
@@ -499,7 +501,7 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, d_mass: Tensor | None, d_first: Tensor, d_second: Tensor | None) -> Any:
         poses, weight, packed, offset, gates, centre, precision, score, log_total = ctx.saved_tensors
         votes = Votes(poses, weight, ctx.window, offset, ctx.products)
-        cut = _plan(votes, backward=True)
+        cut = _plan(votes)
         n, i, j = cut.space[-3:]
         splits, blocks = cut.grid[1:]
         d_first = d_first[0].contiguous()
@@ -516,7 +518,7 @@ class _Moments(torch.autograd.Function):
         if ctx.kind == 2:
             d_gates = new(blocks, n, i)
             em_backward_gather[cut.grid](
-                poses, packed, _or(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
+                poses, packed, or_(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
                 d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
             )  # fmt: skip
             total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
@@ -526,35 +528,35 @@ class _Moments(torch.autograd.Function):
             warps = cut.options["num_warps"]  # each has parents of its own, and none waits for the others
             d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks * warps, n, i)
         em_backward[cut.grid](
-            poses, packed, _or(offset, gates), gates, centre, _or(precision, gates), _or(score, gates),
-            _or(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, _or(d_offset, gates), d_gates,
+            poses, packed, or_(offset, gates), gates, centre, or_(precision, gates), or_(score, gates),
+            or_(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, or_(d_offset, gates), d_gates,
             d_mean, d_precision, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
             **cut.options,
         )  # fmt: skip
         if ctx.kind != 1:
-            d_gates = _even(d_gates, cut, ctx.competing) if ctx.kind == 0 else _total(d_gates)
+            d_gates = _even(d_gates, cut, ctx.competing) if ctx.kind == 0 else summed(d_gates)
         grads: list[Tensor | None] = [
             fold_windows(d_poses, poses, cut, ctx.window),
-            _total(d_weight),
-            None if d_offset is None else _total(d_offset),
+            summed(d_weight),
+            None if d_offset is None else summed(d_offset),
             d_gates.unflatten(0, votes.lead),
             None,
             None,
             None,
         ]
         if ctx.kind == 2:
-            grads[4:] = [_total(d_mean), _total(d_precision), _total(d_score)]
+            grads[4:] = [summed(d_mean), summed(d_precision), summed(d_score)]
         pairs = zip(grads, ctx.inputs, strict=True)
         shaped = (None if x is None else x.to(like[0]).reshape(like[1]) for x, like in pairs)
         return *shaped, None, None, None, None, None
 
 
-def _plan(votes: Votes, backward: bool = False) -> Plan:
+def _plan(votes: Votes) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
     packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
     stages = 3 if votes.products == torch.bfloat16 else 2
-    return plan(votes, backward, low=1 if large else 2, block=8, packed=packed, stages=stages)
+    return plan(votes, low=1 if large else 2, block=8, packed=packed, stages=stages)
 
 
 def _strict(votes: Votes, tile: Tile) -> Tile:
@@ -577,11 +579,3 @@ def _even(x: Tensor, plan: Plan, competing: Window | None) -> Tensor:
     grid = (triton.cdiv(out.numel(), block),)
     even_shares[grid](x, out, len(x), plan.space, window.kernel_size, window.stride, block)
     return out
-
-
-def _or(x: Tensor | None, unused: Tensor) -> Tensor:
-    return unused if x is None else x
-
-
-def _total(x: Tensor) -> Tensor:
-    return x.sum(0) if len(x) > 1 else x.squeeze(0)

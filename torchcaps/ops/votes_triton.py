@@ -526,7 +526,6 @@ def few_pairs(votes: Votes) -> bool:
 
 def plan(
     votes: Votes,
-    backward: bool = False,
     *,
     block: int | None = None,
     low: int | None = None,
@@ -651,3 +650,13 @@ def sum_over_windows(x: Tensor, plan: Plan, window: Window | None, factor: Tenso
     log, factor = factor is None, x if factor is None else factor
     over_windows[grid](x, factor, out, len(x), plan.space, window.kernel_size, window.stride, log, block)
     return out
+
+
+def or_(x: Tensor | None, unused: Tensor) -> Tensor:
+    """A kernel wants an address for what it does not read."""
+    return unused if x is None else x
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum of partial sums, which a single one is already. Shapes: [k, ...] -> [...]"""
+    return x[0] if len(x) == 1 else x.sum(0)
