@@ -78,6 +78,10 @@ ROWS = {
     "tsai-3": Row(TSAI, {"bf16": 6.5}, changes={"model_args": {"iterations": 3}}, noisy=False),
     "em": Row("tsai2020_table1:em-simple-cifar10", {"bf16": 10.0, "tf32": 10.0}),
     "large": Row(CAPSNET, {"bf16": None}, 8.0, LARGE, large_network, noisy=False),
+    "encap-master": Row("li2018_table3:1-master", {"bf16": None}, noisy=False),
+    "encap-skips": Row("li2018_table3:7-skip-both", {"bf16": None}, noisy=False),
+    "encap-ots": Row("li2018_table3:8-two-ots", {"bf16": None}, noisy=False),
+    "ar": Row("choi2019_table1:ours-c10", {"bf16": None}, noisy=False),
 }
 INFERENCE: dict[str, tuple[str, dict[str, Any], dict[int, float | None]]] = {  # model, batches with targets in ms
     "inverted_cifar10": ("inverted_cifar10", {}, {1: None, 128: 1.5, 256: None}),
