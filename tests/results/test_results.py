@@ -19,7 +19,7 @@ from torchcaps.data.generated import MultiMNIST
 from torchcaps.evaluate import Predictions, figures
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, ledger, read, thinned
-from torchcaps.results.tables import BEGIN, END, disagreement, render, render_readme_section, update_readme
+from torchcaps.results.tables import BEGIN, END, disagreement, render, render_readme_section, update_readme, variation
 
 BASE = Recipe(
     "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
@@ -339,6 +339,14 @@ def test_an_ensemble_goes_to_the_row_that_counts_it():
     stranger = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, data="cifar10"))
     assert "cifar10" not in render(other, [stranger])
     assert "data = cifar10, an ensemble of 2" in render(first, [stranger])
+
+
+def test_a_schedule_that_is_shortened_as_the_epochs_are_is_told_in_a_word():
+    row = replace(BASE, epochs=100, schedule="exponential", schedule_args={"decay": 0.98})
+    for decay, told in ((0.9349, "schedule shortened alike"), (0.9, "schedule_args.decay = 0.9"), (0.98, "")):
+        run = result(epochs=30, planned=100, recipe=replace(row, epochs=30, schedule_args={"decay": decay}))
+        assert variation(row, run, epochs=False) == told
+        assert variation(row, run) == ", ".join(filter(None, (told, "30 of 100 epochs")))
 
 
 def test_a_field_that_a_line_is_too_old_to_have_is_at_its_default():

@@ -113,7 +113,7 @@ def _lines(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], l
     groups: dict[tuple[str, int], dict[Any, Result]] = {}
     for result in results:
         epochs = recipe.epochs if result.reached else result.epochs
-        key = variation(recipe, replace(result, epochs=recipe.epochs)), epochs
+        key = variation(recipe, result, epochs=False), epochs
         groups.setdefault(key, {})[result.seed, result.members] = result
     metrics = entry.metrics or (recipe.metric,)
     words = " and ".join(metric.removeprefix("ensemble_").replace("_", " ") for metric in metrics) + " %"

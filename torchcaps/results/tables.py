@@ -15,6 +15,7 @@ from typing import Any
 from torchcaps import recipes
 from torchcaps.results import Result
 from torchcaps.results.sheet import FORMATS, Line, Sheet
+from torchcaps.shorten import MOVED, is_shortened
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
@@ -131,10 +132,17 @@ def is_ensemble_for(recipe: recipes.Recipe, result: Result) -> bool:
     return not any(change.split(" ")[0].split(".")[0] in SAME_IN_ENSEMBLES for change in _changes(recipe, result))
 
 
-def variation(recipe: recipes.Recipe, result: Result) -> str:
-    """In what a run differs from its row; empty if in nothing."""
+def variation(recipe: recipes.Recipe, result: Result, epochs: bool = True) -> str:
+    """In what a run differs from its row; empty if in nothing.
+
+    Args:
+        epochs: whether their number is to be told.
+    """
     changes = _changes(recipe, result)
-    if result.epochs != recipe.epochs and not result.reached:
+    if is_shortened(recipe, result.recipe, result.epochs):
+        told = [change for change in changes if change.split(" ")[0] not in MOVED]
+        changes = told if len(told) == len(changes) else [*told, "schedule shortened alike"]
+    if epochs and result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
     together = recipe.metric.startswith("ensemble_")
     if result.members and not (together and len(result.members) == recipe.seeds):
