@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import eq
 from typing import Any
 
 from torchcaps.recipes import Recipe
@@ -51,14 +52,19 @@ def shortened(recipe: Recipe, epochs: int, samples: int | None = None) -> Recipe
     )
 
 
-def is_shortened(recipe: Recipe, ran: Mapping[str, Any], epochs: int) -> bool:
-    """Whether the learning rate of a run, with a recipe as `to_dict` gives it, falls as `shortened` has it."""
+def is_shortened(recipe: Recipe, ran: Mapping[str, Any], epochs: int, exactly: bool = False) -> bool:
+    """Whether the learning rate of a run, with a recipe as `to_dict` gives it, falls as `shortened` has it.
+
+    Args:
+        exactly: or but for the rounding of its decay.
+    """
     if epochs > recipe.epochs:
         return False
     images = ran.get("samples")
     fewer = images if images and recipe.samples and images < recipe.samples else None
     wanted = shortened(recipe, epochs, fewer).to_dict()
-    return all(_same(_at(path, wanted), _at(path, ran)) for path in MOVED)
+    same = eq if exactly else _same
+    return all(same(_at(path, wanted), _at(path, ran)) for path in MOVED)
 
 
 def _at(path: str, recipe: Mapping[str, Any]) -> Any:

@@ -26,7 +26,8 @@ INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run; epochs are "
     "selected on held-out training images unless a protocol says otherwise. Shortened rows were trained for fewer "
-    "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time."
+    "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time. "
+    "`torchcaps table --commands` prints the command behind each line."
 )
 
 
