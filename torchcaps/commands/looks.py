@@ -206,6 +206,7 @@ def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
         table, row = name_of(lead.folder)
         more = {"recipe": ask.recipe(lead.recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
         more["chosen_from"] = None if members is None else len(folders)
+        more |= _costs([names[name] for name in chosen])
         append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, row, test=found, **more))
     return answer
 
@@ -238,6 +239,16 @@ def _ensemble(names: dict[str, Path], chosen: tuple[str, ...], ask: Ask, found: 
     """Its own reads are those for any ensemble that one of the members was in."""
     reads = max(sum("ensemble" in each["ask"] for each in looks(names[name])) for name in chosen)
     return Found("ensemble", "test", found, None, reads, stored, ask.protocol or None, ask.crops, chosen)
+
+
+def _costs(folders: list[Path]) -> dict[str, Any]:
+    """What an ensemble's members took in all; it has no epochs of its own."""
+    ends = [read_json(folder / "final.json") or {} for folder in folders]
+    sums: dict[str, Any] = {"epoch": None, "steps": None, "together": 1, "curves": {}}
+    for name, key in (("seconds", "seconds"), ("energy", "joules")):
+        values = [end.get(key) for end in ends]
+        sums[name] = None if None in values else sum(values)
+    return sums
 
 
 def told(found: Found) -> str:
