@@ -34,10 +34,10 @@ INTRODUCTION = (
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run; epochs are "
     "selected on held-out training images unless a protocol says otherwise. Shortened rows were trained for fewer "
     "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time. "
-    "Most runs on a GPU had two to four others beside them, so their times are more than they need alone, and the energy "
-    "in their lines is the whole card's. A share of images has a standard error of its own, √(p(1 - p) / n), which says "
-    "how far another test set might be; rows that are tested on the same images are better told apart by their spread "
-    "over seeds. `torchcaps table --commands` prints the command behind each line."
+    "Most runs on a GPU had two to four others beside them, so their times are more than they need alone, and the "
+    "energy in their lines is the whole card's. The standard error of a share p of n images, √(p(1 - p) / n), says how "
+    "far another test set might be; rows that are tested on the same images are better told apart by their spread over "
+    "seeds. `torchcaps table --commands` prints the command behind each line."
 )
 
 
