@@ -34,12 +34,13 @@ from benchmarks.measuring import (
     Training,
     ceilings,
     graph_of,
+    held_by,
     machine,
     measure,
+    measure_by_turns,
     median_time,
     own_stream,
-    reset_peak,
-    resident,
+    products_in,
     slope,
     wait_for,
 )
@@ -143,8 +144,8 @@ class Bench:
         batch = self.arguments.batch or (128 if self.cuda else 8)
         return [Case(name, batch, precision="tf32" if self.cuda else "32") for name in names]
 
-    def measure(self, case: Case) -> dict[str, Any]:
-        return measure(case, self.device, self.least)
+    def measure(self, *cases: Case) -> list[dict[str, Any]]:
+        return measure_by_turns(cases, self.device, self.least)
 
     def apart(self, case: Case) -> dict[str, Any]:
         """Measured in a process of its own with the caches of this run, in what is left of the time for compiling."""
@@ -196,17 +197,25 @@ def measure_ceilings(bench: Bench) -> None:
 
 
 def measure_steps(bench: Bench) -> None:
-    """Training steps of the presets on every path; compiling comes last, since it takes so long."""
+    """Training steps of the presets on every path, on a CPU by turns; compiling comes last, since it takes so long."""
     if "ceilings" not in bench.results:
         measure_ceilings(bench)
     rows = bench.results["steps"] = []
-    wanted = [replace(case, path=path) for case in bench.cases() for path in bench.paths()]
-    order = [(case.name, case.batch, case.path) for case in wanted]
-    for case in sorted(wanted, key=lambda case: case.path == "compiled"):
-        rows.append(bench.apart(case) if case.path == "compiled" else bench.measure(case))
-        news = in_words(rows[-1])
-        rows.sort(key=lambda row: order.index((row["name"], row["batch"], row["path"])))
-        bench.save(f"{news} ({len(rows)} of {len(wanted)})")
+    cases, paths = bench.cases(), bench.paths()
+    order = [(case.name, case.batch, path) for case in cases for path in paths]
+
+    def add(found: Sequence[dict[str, Any]]) -> None:
+        for row in found:
+            rows.append(row)
+            rows.sort(key=lambda row: order.index((row["name"], row["batch"], row["path"])))
+            bench.save(f"{in_words(row)} ({len(rows)} of {len(order)})")
+
+    for case in cases:
+        ways = [replace(case, path=path) for path in paths if path != "compiled"]
+        for some in [[way] for way in ways] if bench.cuda else [ways]:  # whose memory would not hold all of them
+            add(bench.measure(*some))
+    for case in cases if "compiled" in paths else ():
+        add([bench.apart(replace(case, path="compiled"))])
 
 
 def measure_growth(bench: Bench) -> None:
@@ -250,52 +259,46 @@ def layer_cost(
         poses.grad = None
         layer(poses).poses.sum().backward()
 
-    def most(work: Callable[[], None]) -> float:
-        layer.zero_grad()
-        poses.grad = None
-        if bench.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            rest = torch.cuda.memory_allocated()
-            work()
-            return torch.cuda.max_memory_allocated() - rest
-        rest = resident(trim=True)
-        reset_peak()
-        work()
-        return max(0, resident("VmHWM") - rest)
-
     with plain() if path == "plain" else torch.enable_grad():
         work()
         given = sum(p.nbytes for p in layer.parameters()) + poses.nbytes
-        held = max(0.0, most(work) - given)
+        layer.zero_grad()
+        poses.grad = None
+        held = max(0.0, held_by(work, bench.device) - given)
         return 1e3 * median_time(work, bench.device, bench.least / 2), held / 2**20
 
 
 def measure_inference(bench: Bench) -> None:
-    """Latency of a forward pass, one image and 256 of them."""
+    """Latency of a forward pass and what it holds, one image and many of them."""
     rows = bench.results["inference"] = []
-    for preset in ("efficient_capsnet_mnist", "capsnet_mnist"):
-        for batch in (1, 4 if bench.quick else 256):
-            network: nn.Module = create_model(preset).eval().to(bench.device)
-            images = torch.rand(batch, *network.image, device=bench.device)  # type: ignore[misc]
-            ways: dict[str, Callable[[], Any]] = {"plain": partial(network, images)}
-            last = create_model(preset).eval().to(bench.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            ways["ours"] = partial(last, images.contiguous(memory_format=torch.channels_last))
+    precision, many = "tf32" if bench.cuda else "32", 4 if bench.quick else 256
+    sizes = {"efficient_capsnet_mnist": (1, many), "capsnet_mnist": (1, many)}
+    if not bench.quick:
+        sizes["inverted_cifar10"] = (1, 128 if bench.cuda else 8)
+    for preset, batch in [(preset, batch) for preset, batches in sizes.items() for batch in batches]:
+        network: nn.Module = create_model(preset).eval().to(bench.device)
+        images = torch.rand(batch, *network.image, device=bench.device)  # type: ignore[misc]
+        ways: dict[str, Callable[[], Any]] = {"plain": partial(network, images)}
+        last = create_model(preset).eval().to(bench.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        ways["ours"] = partial(last, images.contiguous(memory_format=torch.channels_last))
+        row: dict[str, Any] = {"preset": preset, "batch": batch, "precision": precision}
+        rows.append(row)
+        with torch.inference_mode(), products_in(precision):
+            for path, work in ways.items():
+                with plain() if path == "plain" else nullcontext():
+                    work()
+                    row[f"{path}_mib"] = held_by(work, bench.device) / 2**20
             if bench.cuda:
-                ways["captured"] = ways["ours"]
-            row: dict[str, Any] = {"preset": preset, "batch": batch}
-            rows.append(row)
-            with torch.inference_mode():
-                if "captured" in ways:
-                    with own_stream(bench.device):
-                        ways["captured"] = graph_of(ways["captured"])
-                turns: dict[str, list[float]] = {path: [] for path in ways}
-                for _ in range(1 if bench.quick else 5):  # by turns, so that a busy minute befalls all of them
-                    for path, work in ways.items():
-                        with plain() if path == "plain" else nullcontext():
-                            turns[path].append(1e3 * median_time(work, bench.device, bench.least / 5))
-            for path, times in turns.items():
-                row[path] = sorted(times)[len(times) // 2]
-                bench.save(f"inference of {preset}, {batch}, {path}: {row[path]:.3f} ms")
+                with own_stream(bench.device):
+                    ways["captured"] = graph_of(ways["ours"])
+            turns: dict[str, list[float]] = {path: [] for path in ways}
+            for _ in range(1 if bench.quick else 5):  # by turns, so that a busy minute befalls all of them
+                for path, work in ways.items():
+                    with plain() if path == "plain" else nullcontext():
+                        turns[path].append(1e3 * median_time(work, bench.device, bench.least / 5))
+        for path, times in turns.items():
+            row[path] = sorted(times)[len(times) // 2]
+            bench.save(f"inference of {preset}, {batch}, {path}: {row[path]:.3f} ms")
 
 
 def measure_cold(bench: Bench) -> None:
@@ -312,21 +315,19 @@ def measure_cold(bench: Bench) -> None:
 
 def measure_papers(bench: Bench) -> None:
     """The columns of Li's table 1 and Choi's ratios, beside the printed numbers."""
-    small = bench.arguments.batch or (None if bench.cuda else 2 if bench.quick else 8)
+    most = bench.arguments.batch or (None if bench.cuda else 2 if bench.quick else 4)  # images at once
     precision = "tf32" if bench.cuda else "32"
     found = bench.results["papers"] = {"li": [], "choi": []}
     rows = {row: LI[row] for row in LI if not bench.quick or "same shape" in row}
     for row, (preset, options, memory, batch, seconds) in rows.items():
-        few = batch if small is None else min(bench.arguments.batch or 2, batch)
-        case = Case(preset, few, options, precision=precision)
-        got = {**bench.measure(case), "row": row, "printed_mb": memory, "printed_batch": batch, "printed_s": seconds}
+        case = Case(preset, min(most or batch, batch), options, precision=precision)
+        got = {**bench.measure(case)[0], "row": row, "printed_mb": memory, "printed_batch": batch, "printed_s": seconds}
         found["li"].append(got)
         bench.save(f"Li, {row}: {in_words(got)}")
     for data, (ar, caps, images, printed) in CHOI.items():
-        batch = 100 if small is None else small
-        times = []
-        for case, path in ((ar, "ours"), (caps, "ours"), (ar, "plain"), (caps, "plain")):
-            got = bench.measure(replace(case, batch=batch, path=path, precision=precision))
+        batch, times = most or 100, []
+        pairs = [replace(case, batch=batch, precision=precision) for case in (ar, caps)]
+        for got in bench.measure(*(replace(case, path=path) for path in ("ours", "plain") for case in pairs)):
             times.append(got.get("ms", math.nan) * images / batch / 1e3)
             bench.save(f"Choi, {data}: {in_words(got)}")
         ratios = times[0] / times[1], times[2] / times[3]

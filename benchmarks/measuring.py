@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -61,6 +61,19 @@ class Case:
         return asdict(self)
 
 
+@contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Whether products and convolutions of float32 may go through TF32."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest" if precision == "32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 class Training:
     """A network, its optimiser and one batch of noise; `step` is forward, backward and optimiser."""
 
@@ -97,20 +110,14 @@ class Training:
     @contextmanager
     def on_path(self) -> Iterator[None]:
         """Its formulas and precision."""
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("highest" if self.case.precision == "32" else "high")
-        torch.backends.cudnn.allow_tf32 = self.case.precision != "32"
-        try:
-            with ExitStack() as stack:
-                if self.case.path in ("reference", "compiled"):
-                    stack.enter_context(backend("torch"))
-                    stack.enter_context(vote_budget(2**62))
-                elif self.case.path == "plain":
-                    stack.enter_context(plain())
-                yield
-        finally:
-            torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.allow_tf32 = before[1]
+        with ExitStack() as stack:
+            stack.enter_context(products_in(self.case.precision))
+            if self.case.path in ("reference", "compiled"):
+                stack.enter_context(backend("torch"))
+                stack.enter_context(vote_budget(2**62))
+            elif self.case.path == "plain":
+                stack.enter_context(plain())
+            yield
 
     def at_rest(self) -> int:
         """Bytes of weights, buffers and moments."""
@@ -120,43 +127,69 @@ class Training:
 
 def measure(case: Case, device: torch.device, least: float = 1.0) -> dict[str, Any]:
     """Time, peak memory, arithmetic and traffic of a training step. Out of memory is a result, not an error."""
+    (row,) = measure_by_turns([case], device, least)
+    return row
+
+
+def measure_by_turns(cases: Sequence[Case], device: torch.device, least: float = 1.0) -> list[dict[str, Any]]:
+    """As `measure` of each, a step of one after a step of the other, so that a busy minute befalls all of them."""
+    with own_stream(device) if any(case.path == "captured" for case in cases) else nullcontext():
+        begun = [_begun(case, device) for case in cases]
+        runs = [run for run in begun if isinstance(run, Run)]
+        while waiting := [run for run in runs if run.wants(least)]:
+            for run in waiting:
+                run.take()
+        rows = [run.row() if isinstance(run, Run) else run for run in begun]
+    del begun, runs
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _begun(case: Case, device: torch.device) -> Run | dict[str, Any]:
     try:
-        with own_stream(device) if case.path == "captured" else nullcontext():
-            return _measure(case, device, least)
+        return Run(case, device)
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "memory" not in str(error):
             raise
         return {**case.plain(), "name": case.name, "failed": "out of memory"}
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
-def _measure(case: Case, device: torch.device, least: float) -> dict[str, Any]:
-    training = Training(case, device)
-    with training.on_path():
-        began = time.perf_counter()
-        training.step()
-        wait_for(device)
-        first = time.perf_counter() - began
-        peak = peak_memory(training)
-        work: Callable[[], Any] = training.step
-        if case.path == "captured":
-            work = graph_of(training.step)
-        seconds = median_time(work, device, least, warm=case.path != "captured")
-    flops = 3 * case.batch * operations(case.preset, **case.options)
-    moved = bytes_moved(training)
-    return {
-        **case.plain(),
-        "name": case.name,
-        "ms": 1e3 * seconds,
-        "images_per_second": case.batch / seconds,
-        "peak_mib": peak / 2**20,
-        "first_step_s": first,
-        "tflops": flops / seconds / 1e12,
-        "gbps": moved / seconds / 1e9,
-    }
+class Run:
+    """A training with its first step, its memory, and the times of further steps."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device, self.training = case, device, Training(case, device)
+        self.times: list[float] = []
+        with self.training.on_path():
+            began = time.perf_counter()
+            self.training.step()
+            wait_for(device)
+            self.first = time.perf_counter() - began
+            self.peak = peak_memory(self.training)
+            self.work = graph_of(self.training.step) if case.path == "captured" else self.training.step
+            self.calls = 10 if timed(self.work, device) < 1e-3 else 1  # at once
+
+    def wants(self, least: float) -> bool:
+        return len(self.times) < 3 or (sum(self.times) * self.calls < least and len(self.times) < 200)
+
+    def take(self) -> None:
+        with self.training.on_path():
+            self.times.append(timed(self.work, self.device, self.calls))
+
+    def row(self) -> dict[str, Any]:
+        case, seconds = self.case, sorted(self.times)[len(self.times) // 2]
+        return {
+            **case.plain(),
+            "name": case.name,
+            "ms": 1e3 * seconds,
+            "images_per_second": case.batch / seconds,
+            "peak_mib": self.peak / 2**20,
+            "first_step_s": self.first,
+            "tflops": 3 * case.batch * operations(case.preset, **case.options) / seconds / 1e12,
+            "gbps": bytes_moved(self.training) / seconds / 1e9,
+        }
 
 
 def peak_memory(training: Training) -> int:
@@ -165,16 +198,21 @@ def peak_memory(training: Training) -> int:
     On CUDA that is what torch allocated; on a CPU what the process got resident above its rest.
     """
     training.optimizer.zero_grad()
-    if training.device.type == "cuda":
-        before = torch.cuda.memory_allocated() - training.at_rest()
+    return training.at_rest() + held_by(training.step, training.device)
+
+
+def held_by(work: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that it holds at most above what is there before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        training.step()
+        work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     rest = resident(trim=True)
     reset_peak()
-    training.step()
-    return training.at_rest() + max(0, resident("VmHWM") - rest)
+    work()
+    return max(0, resident("VmHWM") - rest)
 
 
 def resident(what: str = "VmRSS", trim: bool = False) -> int:
@@ -244,28 +282,28 @@ def own_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def median_time(work: Callable[[], Any], device: torch.device, least: float = 1.0, warm: bool = False) -> float:
+def median_time(work: Callable[[], Any], device: torch.device, least: float = 1.0) -> float:
     """Seconds of one call, the median over as many as take `least` seconds, and at least 3.
 
-    One that is not counted comes first, unless the work is warm and long. Calls quicker than a millisecond are timed
-    ten at once.
+    One that is not counted comes first. Calls quicker than a millisecond are timed ten at once.
     """
-
-    def once(calls: int = 1) -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        wait_for(device)
-        return (time.perf_counter() - began) / calls
-
-    first = once()
-    times = [first] if warm and first >= least else []
-    if not warm and first < least:  # it may have had to warm up
-        first = once()
+    first = timed(work, device)
+    if first < least:  # it may have had to warm up
+        first = timed(work, device)
     calls = 10 if first < 1e-3 else 1
+    times: list[float] = []
     while len(times) < 3 or (sum(times) * calls < least and len(times) < 200):
-        times.append(once(calls))
+        times.append(timed(work, device, calls))
     return sorted(times)[len(times) // 2]
+
+
+def timed(work: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
+    """Seconds of one call, of so many in a row."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - began) / calls
 
 
 def wait_for(device: torch.device) -> None:

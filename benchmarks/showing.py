@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import PATHS
 
 Results = dict[str, Any]
+MARKS = "osD^v"
 
 
 def table(section: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
@@ -58,8 +60,13 @@ def show_growth(results: Results) -> None:
 def show_inference(results: Results) -> None:
     rows = results["inference"]
     paths = [path for path in PATHS if any(path in row for row in rows)]
-    lines = [[r["preset"], r["batch"], *(f"{r[path]:.3f}" if path in r else "" for path in paths)] for r in rows]
-    table("inference", ["latency, ms", "batch", *paths], lines)
+    held = [path for path in paths if any(f"{path}_mib" in row for row in rows)]
+    lines = []
+    for row in rows:
+        times = [f"{row[path]:.3f}" if path in row else "" for path in paths]
+        memory = [f"{row[f'{path}_mib']:,.0f}" for path in held]
+        lines.append([row["preset"], row["batch"], row["precision"], *times, *memory])
+    table("inference", ["latency, ms", "batch", "precision", *paths, *(f"{path} MiB" for path in held)], lines)
 
 
 def show_cold(results: Results) -> None:
@@ -80,11 +87,22 @@ def show_papers(results: Results) -> None:
         got = [r["failed"], ""] if "failed" in r else [f"{r['peak_mib'] * 2**20 / 1e6:,.0f}", f"{r['ms'] / 1e3:.4f}"]
         lines.append([r["row"], r["batch"], *got, r["printed_batch"], r["printed_mb"], r["printed_s"]])
     table("papers", head, lines)
-    head = ["Choi et al. 2019, epoch time", "AR s", "CapsuleNet s", "ratio", "plain: AR s", "CapsuleNet s", "ratio"]
+    head = [
+        "Choi et al. 2019, epoch time",
+        "batch",
+        "AR s",
+        "CapsuleNet s",
+        "ratio",
+        "plain: AR s",
+        "CapsuleNet s",
+        "ratio",
+    ]
     lines = []
     for r in found["choi"]:
         s = [f"{x:.1f}" for x in r["seconds"]]
-        lines.append([r["data"], *s[:2], f"{r['ratios'][0]:.2f}", *s[2:], f"{r['ratios'][1]:.2f}", r["printed"]])
+        lines.append(
+            [r["data"], r["batch"], *s[:2], f"{r['ratios'][0]:.2f}", *s[2:], f"{r['ratios'][1]:.2f}", r["printed"]]
+        )
     if lines:
         table("papers", [*head, "printed"], lines)
 
@@ -100,7 +118,7 @@ SHOWN: dict[str, Callable[[Results], None]] = {
 
 
 def plot(results: Results, path: Path) -> bool:
-    """Step times and memory as bars, and how a layer's cost grows, where matplotlib is there."""
+    """Step times and memory of each path, and how a layer's cost grows, where matplotlib is there."""
     try:
         import matplotlib
     except ImportError:
@@ -115,12 +133,14 @@ def plot(results: Results, path: Path) -> bool:
     figure, charts = pyplot.subplots(2, 2, figsize=(15, 10), constrained_layout=True)
     names = list(dict.fromkeys(f"{row['name']}, {row['batch']}" for row in steps))
     paths = [path for path in PATHS if any(row["path"] == path for row in steps)]
-    for chart, unit, label in ((charts[0, 0], "ms", "ms a step"), (charts[0, 1], "peak_mib", "MiB at most")):
+    for chart, unit, label in ((charts[0, 0], "ms", "ms"), (charts[0, 1], "peak_mib", "MiB at most")):
         for n, which in enumerate(paths):
             rows = [row for row in steps if row["path"] == which]
-            places = [names.index(f"{row['name']}, {row['batch']}") + 0.8 * n / len(paths) for row in rows]
-            chart.barh(places, [row[unit] for row in rows], 0.8 / len(paths), label=which)
+            places = [names.index(f"{row['name']}, {row['batch']}") + 0.1 * (n - (len(paths) - 1) / 2) for row in rows]
+            chart.plot([row[unit] for row in rows], places, MARKS[n % len(MARKS)], label=which)
         chart.set(yticks=range(len(names)), yticklabels=names, xscale="log" if steps else "linear", xlabel=label)
+        chart.set(title=f"a training step, {label}")
+        chart.grid(axis="both", which="both", alpha=0.2)
         chart.invert_yaxis()
     for chart, unit, n in ((charts[1, 0], "ms", 0), (charts[1, 1], "mib", 1)):
         for which, axes in growth.items():
@@ -134,6 +154,7 @@ def plot(results: Results, path: Path) -> bool:
     for chart in charts.flat:
         if chart.get_legend_handles_labels()[0]:
             chart.legend(fontsize="small")
+    figure.suptitle(f"{results['machine']}, {date.today()}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

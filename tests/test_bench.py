@@ -1,11 +1,12 @@
 """The benchmark runs, and what it is compared with is the same network."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import bench
+from benchmarks import bench, measuring
 from benchmarks.measuring import Case, slope
 from benchmarks.plain import plain
 from tests.helpers import assert_equal_with_gradients
@@ -32,21 +33,30 @@ def test_quick(tmp_path, capsys):
 
 def test_stopped_half_way(tmp_path, capsys, monkeypatch):
     """What was measured by then is written and shown."""
-    own, rows = bench.measure, []
+    own, rows = bench.measure_by_turns, []
 
-    def first_alone(case, *rest):
+    def first_alone(cases, *rest):
         if rows:
             raise KeyboardInterrupt
-        rows.append(own(case, *rest))
-        return rows[0]
+        rows.extend(own(cases, *rest))
+        return rows
 
-    monkeypatch.setattr(bench, "measure", first_alone)
+    monkeypatch.setattr(bench, "measure_by_turns", first_alone)
     with pytest.raises(SystemExit, match="stopped before everything was measured"):
         bench.main(["--device", "cpu", "--quick", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "bench.json").read_text())["steps"] == rows
     printed = capsys.readouterr()
     assert f"{rows[0]['ms']:.2f}" in printed.out
     assert f"{bench.QUICK[0].name}, {bench.QUICK[0].batch}, ours" in printed.err
+
+
+def test_steps_take_turns(monkeypatch):
+    cases = [replace(bench.QUICK[0], path=path) for path in ("ours", "plain")]
+    taken, take = [], measuring.Run.take
+    monkeypatch.setattr(measuring.Run, "take", lambda run: (taken.append(run.case.path), take(run)))
+    rows = measuring.measure_by_turns(cases, torch.device("cpu"), 0.0)
+    assert taken == ["ours", "plain"] * 3
+    assert [row["path"] for row in rows] == ["ours", "plain"]
 
 
 def test_cold_starts(tmp_path, capsys):

@@ -191,11 +191,11 @@ def test_the_list_says_which_have_weights(capsys):
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", [*shipped(), *HUB], ids=str)
 def test_the_recorded_test_error_on_the_real_data(name, tmp_path):
-    """To an image, which rounding may turn on another processor; of generated sets, as far as a sample can tell."""
+    """To an image, which rounding may turn on another processor; where a sample is looked at, as far as it can tell."""
     opened = open_run(name, device="cpu")
-    recipe, tested = opened.recipe, find_shipped(name).about["result"]["test"]
+    recipe, tested = opened.recipe, find_pretrained(name).about["result"]["test"]
     base, root = MADE_FROM.get(recipe.data, recipe.data), None
     try:
         ensure(base, offline=True)
@@ -206,10 +206,10 @@ def test_the_recorded_test_error_on_the_real_data(name, tmp_path):
         except DataError as reason:
             pytest.skip(f"no registry: {reason}")
     data = load(recipe.data, root=root, validation=recipe.validation, protocol=recipe.protocol, **recipe.data_args)
-    if tested.get("sampled_from") or hasattr(data.test, "base"):
-        found = look(opened.model, data.test, data, recipe, images=1500)
-        error = torchcaps_error(found)
-        assert abs(error - tested["error"]) < 4 * math.sqrt(tested["error"] / 1500) + 1e-3
+    if tested.get("sampled_from") or hasattr(data.test, "base") or name in HUB:
+        images = 400 if name in HUB else 1500  # which take a few seconds
+        error = torchcaps_error(look(opened.model, data.test, data, recipe, images=images))
+        assert abs(error - tested["error"]) < 4 * math.sqrt(tested["error"] / images) + 1e-3
     else:
         error = torchcaps_error(look(opened.model, data.test, data, recipe))
         assert abs(error - tested["error"]) < 1.5 / tested["images"]

@@ -138,6 +138,9 @@ def test_an_ensemble_is_the_sum_of_lengths_and_names_its_members(capsys, monkeyp
     line = read(LEDGER)[-1]
     assert (line.members, line.test_reads, line.test) == (("two/seed-0", "two/seed-1"), 1, found["figures"])
     assert line.chosen_from is None
+    ends = [json.loads(Path(folder, "final.json").read_text()) for folder in (A, B)]
+    assert line.seconds == pytest.approx(sum(end["seconds"] for end in ends))
+    assert (line.epoch, line.steps, line.curves) == (None, None, {})
     (again,) = asked(capsys, A, B, "--ensemble")
     assert (again["stored"], again["figures"]) == (True, found["figures"])
     assert len(read(LEDGER)) == 3

@@ -215,6 +215,18 @@ def test_class_weights_are_counted_and_recorded(small):
     assert main(["train", "quick:digits", *small, "--class-weights", "balanced", "--out", "run", "--resume"]) == 0
 
 
+def test_a_shortened_run_has_its_schedule_in_its_recipe(capsys):
+    words = ["train", "quick:digits", "--samples", "64", "--schedule", "steps"]
+    words += ["--schedule-args", '{"milestones": [10, 20]}']
+    assert main([*words, "--shorten", "3", "--out", "run"]) == 0
+    found = json.loads(Path("run/recipe.json").read_text())["recipe"]
+    assert (found["epochs"], found["samples"], found["schedule_args"]) == (3, 64, {"milestones": [1, 2]})
+    assert main([*words, "--shorten", "3", "--out", "run", "--resume"]) == 0
+    capsys.readouterr()
+    assert main(["table", "quick", "--results", "quick.jsonl"]) == 0
+    assert "3 of 30 epochs, shortened" in capsys.readouterr().out
+
+
 BAD = [
     ("quick:digit", "quick has no row 'digit'; did you mean digits"),
     ("quik:digits", "there is no recipe 'quik:digits'; did you mean quick:digits"),
@@ -222,6 +234,8 @@ BAD = [
     ("quick:digits --zzz 3", "there is no option --zzz; torchcaps train --help has them all"),
     ("quick:digits --lr", "--lr needs a value"),
     ("quick:digits --lr --resume", "--lr needs a value"),
+    ("quick:digits --shorten 31", "30 epochs can be shortened to 1 and more of them, not to 31"),
+    ("quick:digits --shorten 5 --epochs 5", "--shorten says how many epochs there are, so leave --epochs out"),
     ("quick:digits --epochs many", "epochs must be a whole number, got 'many'"),
     ("quick:digits --lr fast", "lr must be a number, got 'fast'"),
     ("quick:digits --seed x", "error parsing --seed: invalid literal for int()"),

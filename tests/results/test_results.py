@@ -19,7 +19,8 @@ from torchcaps.data.generated import MultiMNIST
 from torchcaps.evaluate import Predictions, figures
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, ledger, read, thinned
-from torchcaps.results.tables import BEGIN, END, disagreement, render, render_readme_section, update_readme
+from torchcaps.results.notes import assumed, held_out, remarks
+from torchcaps.results.tables import BEGIN, END, disagreement, render, render_readme_section, update_readme, variation
 
 BASE = Recipe(
     "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
@@ -60,7 +61,9 @@ TOOK = {"seconds": 5.5, "together": 2}
 SECOND_RESULTS = [
     result("alone", 0.06, 0, "second_table2", alone, selected="best", epoch=3, test_last={"accuracy": 0.93}, **TOOK),
     result("alone", 0.05, 1, "second_table2", alone, selected="best", epoch=5, test_last={"accuracy": 0.92}, **TOOK),
-    result("pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1"), chosen_from=3, **TOOK),
+    result(
+        "pair", 0.04, 0, "second_table2", pair, members=("alone seed 0", "alone seed 1"), chosen_from=3, seconds=11.0
+    ),
     result("pair", 0.05, 0, "second_table2", pair),
     result("curve", 0.05, 0, "second_table2", curve, curves={"loss": [0.5, 0.125]}, seconds=600.0),
 ]
@@ -70,17 +73,18 @@ First 2017, table 1: test error (%)
 
 row                               metric          paper           ours  n  standard error  epoch          a run took
 ---------------------------------------------------------------------------------------------------------------------
-three (1) (2)                     error %  0.25 ± 0.005  0.260 ± 0.028  2            0.05  last 10 of 10  75 s on cpu
-  3 of 10 epochs, shortened                                      0.440  1            0.05  last 3 of 10   2.5 h
-  lr = 0.5, model_args.r = 1 (3)                                 0.550  1            0.05  last 10 of 10
-one (1) (4)                       error %          0.29        not run
+three (1) (2) (3)                 error %  0.25 ± 0.005  0.260 ± 0.028  2            0.05  last 10 of 10  75 s on cpu
+  3 of 10 epochs, shortened                                      0.440  1            0.05  last 3 of 3    2.5 h
+  lr = 0.5, model_args.r = 1 (4)                                 0.550  1            0.05  last 10 of 10
+one (1) (5)                       error %          0.29        not run
 Others, 2016                                       0.31          cited
 
 (1) assumed: lr = 0.001, schedule_args.decay, luck
 (2) run with changes that commit abcdef0 does not have
-(3) the test set was read more than once
-(4) trained | for <long>
-(5) there are results of rows that this table does not have: gone
+(3) an earlier run of seed 1 had 50.00
+(4) the test set was read more than once
+(5) trained | for <long>
+(6) there are results of rows that this table does not have: gone
 
 Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set.
 """
@@ -90,7 +94,7 @@ SECOND_MARKDOWN = """\
 | row | metric | paper | ours | n | standard error | epoch | a run took |
 | --- | --- | ---: | ---: | ---: | ---: | --- | --- |
 | alone | accuracy % | 95.14 | 94.50 ± 0.71 | 2 | 0.05 | best 3 to 5 of 5, last 92.50 ± 0.71 | 5.5 s each, 2 at once |
-| pair (1) | ensemble accuracy % | 96.0 | 96.00 | 1 | 0.05 | last 5 of 5 |  |
+| pair (1) | ensemble accuracy % | 96.0 | 96.00 | 1 | 0.05 | each its last | 11 s for all members |
 | with members alone |  |  | 95.00 | 1 | 0.05 | last 5 of 5 |  |
 | curve | loss |  | 0.125 | 1 |  | last 5 of 5 | 10.0 min |
 
@@ -313,7 +317,7 @@ def test_members_a_sample_and_other_metrics_are_told_as_they_are():
     line = result(recipe=pair, members=("one", "two"), test=test)
     text = render(SimpleNamespace(__name__="first_table1", TITLE="First", ROWS={"three": pair}), [line])
     row = next(each for each in text.splitlines() if each.startswith("three"))
-    assert row.split()[-6:] == ["25.00", "1", "last", "10", "of", "10"]  # no error of another figure
+    assert row.split()[-5:] == ["25.00", "1", "each", "its", "last"]  # no error of another figure
     assert ") members: one, two\n" in text
     assert ") tested on 1,000 of 10,000 images\n" in text
 
@@ -327,7 +331,7 @@ def test_an_ensemble_goes_to_the_row_that_counts_it():
     shown = [line.strip().split("  ")[0] for line in render(first, lines).splitlines()[4:7]]
     assert shown == ["three (1)", "together (1) (2)", "an ensemble of 3 (3)"]
     assert render(first, lines).count("0.110") == 1
-    assert next(line for line in render(other, lines).splitlines() if line.startswith("pair")).split()[-7] == "0.110"
+    assert next(line for line in render(other, lines).splitlines() if line.startswith("pair")).split()[-6] == "0.110"
     assert "### Other" in render_readme_section(lines, [first, other])
     assert "### Other" not in render_readme_section(lines[:1], [first, other])
     assert "| three" in render_readme_section(lines[:1], [first, other])
@@ -339,6 +343,41 @@ def test_an_ensemble_goes_to_the_row_that_counts_it():
     stranger = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, data="cifar10"))
     assert "cifar10" not in render(other, [stranger])
     assert "data = cifar10, an ensemble of 2" in render(first, [stranger])
+
+
+def test_the_last_epoch_is_told_where_one_run_at_least_chose_another():
+    recipe = replace(BASE, select="best")
+    runs = [
+        result(error=0.004, recipe=recipe, selected="best", epoch=3, test_last={"error": 0.002}),
+        result(error=0.006, recipe=recipe, selected="best", epoch=10, seed=1),
+    ]
+    table = SimpleNamespace(__name__="first_table1", TITLE="First", ROWS={"three": recipe})
+    assert "best 3 to 10 of 10, last 0.400 ± 0.283" in render(table, runs)
+
+
+def test_choosing_on_the_test_set_is_remarked():
+    same = {"train": "a", "validation": "b", "test": "b"}
+    said = "the epoch was chosen on the test set, which was read after each"
+    assert remarks([result(selected="best", data=same)]) == [said]
+    assert remarks([result(data=same)]) == []
+    assert remarks([result(selected="best", data={**same, "validation": "c"})]) == []
+    assert remarks([result(selected="best")]) == []
+
+
+def test_what_is_held_out_is_told_where_the_recipe_leaves_it_to_the_protocol():
+    recipe = recipes.find("mazzia2021_table2:efficient")
+    assert (recipe.validation, held_out(recipe)) == (None, 0.05)
+    assert "validation = 0.05" in assumed(recipe)
+    assert held_out(recipes.find("mazzia2021_table2:efficient-official")) == "test"
+    assert held_out(replace(BASE, validation=0.1)) == 0.1
+
+
+def test_a_schedule_that_is_shortened_as_the_epochs_are_is_told_in_a_word():
+    row = replace(BASE, epochs=100, schedule="exponential", schedule_args={"decay": 0.98})
+    for decay, told in ((0.9349, "schedule shortened alike"), (0.9, "schedule_args.decay = 0.9"), (0.98, "")):
+        run = result(epochs=30, planned=100, recipe=replace(row, epochs=30, schedule_args={"decay": decay}))
+        assert variation(row, run, epochs=False) == told
+        assert variation(row, run) == ", ".join(filter(None, (told, "30 of 100 epochs")))
 
 
 def test_a_field_that_a_line_is_too_old_to_have_is_at_its_default():

@@ -213,6 +213,7 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
         table, word = row.split(":") if row else name_of(lead.folder)
         more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
         more["chosen_from"] = None if members is None else len(folders)
+        more |= _costs([names[name] for name in chosen])
         append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, word, test=found, **more))
     return answer
 
@@ -245,6 +246,16 @@ def _ensemble(names: dict[str, Path], chosen: tuple[str, ...], ask: Ask, found: 
     """Its own reads are those for any ensemble that one of the members was in."""
     reads = max(sum("ensemble" in each["ask"] for each in looks(names[name])) for name in chosen)
     return Found("ensemble", "test", found, None, reads, stored, ask.protocol or None, ask.crops, chosen)
+
+
+def _costs(folders: list[Path]) -> dict[str, Any]:
+    """What an ensemble's members took in all; it has no epochs of its own."""
+    ends = [read_json(folder / "final.json") or {} for folder in folders]
+    sums: dict[str, Any] = {"epoch": None, "steps": None, "together": 1, "curves": {}}
+    for name, key in (("seconds", "seconds"), ("energy", "joules")):
+        values = [end.get(key) for end in ends]
+        sums[name] = None if None in values else sum(values)
+    return sums
 
 
 def told(found: Found) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torchcaps import recipes
 from torchcaps.commands.words import OWN, metric_name
 from torchcaps.recipes import Recipe
-from torchcaps.results import Result, read, tables
+from torchcaps.results import Result, again, read, tables
 from torchcaps.results.page import render_page
 from torchcaps.train import checkpoint
 
@@ -28,6 +28,7 @@ def print_table(
     out: str = "",
     readme: str = "",
     page: str = "",
+    commands: bool = False,
     check: bool = False,
 ) -> int:
     """Print a table of a paper with our numbers beside its own: mean ± standard deviation over the seeds.
@@ -39,6 +40,7 @@ def print_table(
         out: write the table to this file instead.
         readme: render the results section of this README anew, from all results.
         page: render this page of all rows that were to be reproduced, RESULTS.md, keeping what is written in it.
+        commands: print the commands that made the results, to be given again, instead.
         check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
     if readme:
@@ -49,6 +51,10 @@ def print_table(
         return 0
     if check:
         raise ValueError("--check goes with --readme FILE or --page FILE")
+    if commands:
+        lines = _results(name, results or "results" * (not name))
+        print(again.commands(line for line in lines if name in ("", line.table)))
+        return 0
     if not name:
         return _list(results)
     known: Any = recipes.tables().get(name, name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torchcaps.commands.words import choose, overrides, results_file, run_folder
+from torchcaps.commands.words import choose, in_fewer_epochs, overrides, results_file, run_folder
 
 CODES = {"SIGINT": 130, "SIGTERM": 143}  # a signal's exit code
 
@@ -17,6 +17,7 @@ def train_row(
     out: str = "",
     seed: int = 0,
     seeds: int | None = None,
+    shorten: int | None = None,
     together: bool = False,
     resume: bool = False,
     device: str = "auto",
@@ -38,6 +39,7 @@ def train_row(
         out: the run folder; runs/TABLE-ROW/seed-S if not given. Of several seeds it gets one folder each.
         seed: what order, augmentation and first weights are drawn from.
         seeds: train so many, from --seed on, one after the other; those that are finished are passed over.
+        shorten: train for so many epochs instead, with a learning rate that falls as far in them as in the row's.
         together: train these seeds as one program, for small networks that cannot fill a device.
         resume: go on where the run stopped, or start where it has not begun.
         device: auto, cpu, cuda, cuda:N or mps.
@@ -66,6 +68,10 @@ def train_row(
     if weigh:
         chosen = balanced(chosen)
     chosen = replace(chosen, settings=settings)
+    if shorten is not None:
+        if "epochs" in changes:
+            raise ValueError("--shorten says how many epochs there are, so leave --epochs out")
+        chosen = in_fewer_epochs(chosen, shorten)
     parent = Path(out) if out else run_folder(chosen)
     numbers = range(seed, seed + (seeds or 1))
     alone = bool(out) and seeds is None

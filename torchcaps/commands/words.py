@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from torchcaps import recipes
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result
+from torchcaps.shorten import shortened
 
 OWN = "folder"  # the table of one's own images
 FIELDS = tuple(each.name for each in fields(Recipe))
@@ -90,6 +91,16 @@ def choose(name: str, changes: Mapping[str, str]) -> Row:
     table, _, row = name.partition(":")
     row = row or next(iter(recipes.tables()[table].ROWS))
     return Row(f"{table}:{row}", table, row, plain, recipes.with_overrides(plain, changes))
+
+
+def in_fewer_epochs(row: Row, epochs: int) -> Row:
+    """The row with its schedule shortened to so many epochs, and to fewer images in each where it has them already."""
+    whole, own = row.plain.samples, row.recipe.samples
+    fewer = own if own and whole and own < whole else None
+    recipe = replace(shortened(replace(row.recipe, samples=whole), epochs, fewer), samples=own)
+    old, new = row.recipe.to_dict(), recipe.to_dict()
+    words = (f"{name}={json.dumps(new[name])}" for name in new if new[name] != old[name])
+    return replace(row, recipe=recipe, settings=(*row.settings, *words))
 
 
 def run_folder(row: Row) -> Path:

@@ -12,7 +12,7 @@ from torchcaps.recipes.mazzia2021_table2 import ROWS as SINGLE
 TITLE = "Mazzia et al. 2021, table 3: test error (%) of ensembles on MNIST"
 COLUMNS = ("Method", "Year", "Test Error [%]")
 
-ALL = "all 30 together; the paper takes those with a test accuracy above 0.9973"
+ALL = "all that were trained, together; the paper takes those of its 30 with a test accuracy above 0.9973"
 
 
 def ensemble(recipe: Recipe) -> Recipe:

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +197,20 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def checksums(splits: Mapping[str, Any]) -> dict[str, str]:

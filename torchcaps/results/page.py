@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchcaps import recipes
-from torchcaps.data import protocols
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result
-from torchcaps.results.plan import BESIDE_OURS, BOTH, GROUPS, Entry, Group
+from torchcaps.results.notes import assumed, held_out, latest, remarks
+from torchcaps.results.plan import BOTH, GROUPS, Entry, Group
 from torchcaps.results.sheet import escaped
-from torchcaps.results.tables import assumed, cell_of, fewer_images, is_ensemble_for, remarks, took, variation
+from torchcaps.results.tables import (
+    cell_of,
+    fewer_images,
+    is_ensemble_for,
+    replaced,
+    took,
+    variation,
+    with_last_epoch,
+)
 
 HEADINGS = ("row", "metric", "paper", "ours", "n", "protocol", "epochs", "a run took", "commit")
 RIGHT = {"paper", "ours", "n"}
@@ -26,7 +33,11 @@ INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run; epochs are "
     "selected on held-out training images unless a protocol says otherwise. Shortened rows were trained for fewer "
-    "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time."
+    "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time. "
+    "Most runs on a GPU had two to four others beside them, so their times are more than they need alone, and the "
+    "energy in their lines is the whole card's. The standard error of a share p of n images, √(p(1 - p) / n), says how "
+    "far another test set might be; rows that are tested on the same images are better told apart by their spread over "
+    "seeds. `torchcaps table --commands` prints the command behind each line."
 )
 
 
@@ -49,8 +60,7 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
 def _ours() -> Group:
     rows = recipes.tables()["ours"].ROWS
     entries = tuple(
-        Entry(name, f"ours:{name}", BESIDE_OURS.get(name, ""), metrics=BOTH if recipe.metric in BOTH else ())
-        for name, recipe in rows.items()
+        Entry(name, f"ours:{name}", metrics=BOTH if recipe.metric in BOTH else ()) for name, recipe in rows.items()
     )
     return Group("ours", "Our own rows", entries)
 
@@ -110,21 +120,23 @@ def _number(notes: list[str], text: str) -> int:
 def _lines(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
     """One for all runs with the same settings and epochs, each with what it has to note."""
     recipe = _recipe(entry)
-    groups: dict[tuple[str, int], dict[Any, Result]] = {}
+    groups: dict[tuple[str, int], list[Result]] = {}
     for result in results:
         epochs = recipe.epochs if result.reached else result.epochs
-        key = variation(recipe, replace(result, epochs=recipe.epochs)), epochs
-        groups.setdefault(key, {})[result.seed, result.members] = result
+        key = variation(recipe, result, epochs=False), epochs
+        groups.setdefault(key, []).append(result)
     metrics = entry.metrics or (recipe.metric,)
     words = " and ".join(metric.removeprefix("ensemble_").replace("_", " ") for metric in metrics) + " %"
     printed = entry.printed or recipe.reported or "-"
     said = [text for text in (assumed(recipe), recipe.note) if text]
     lines: list[tuple[tuple[str, ...], list[str]]] = []
     for (how, _), found in sorted(groups.items(), key=lambda group: (group[0][0] != "", -group[0][1], group[0][0])):
-        runs = list(found.values())
+        runs, earlier = latest(found)
+        older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"
+        how = ", ".join(filter(None, (how, older)))
         label = f"{entry.label}, with {how}" if how else entry.label
         cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
-        lines.append((cells, [*said, *_last(metrics[0], label, runs), *remarks(runs)]))
+        lines.append((cells, [*said, *_last(metrics[0], label, runs), *remarks(runs, replaced(metrics[0], earlier))]))
     return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
 
 
@@ -134,9 +146,9 @@ def _ours_of(metrics: Sequence[str], runs: list[Result]) -> str:
 
 
 def _last(metric: str, label: str, runs: list[Result]) -> list[str]:
-    """What the last epoch has, where another was selected in every run."""
-    last = [replace(run, test=run.test_last) for run in runs if run.test_last is not None]
-    return [f"{label}: {cell_of(metric, last)} with the last epoch instead"] if len(last) == len(runs) else []
+    """What the last epochs have, where one run at least selected another."""
+    found = with_last_epoch(metric, runs)
+    return [f"{label}: {found} with the last epoch instead"] if found else []
 
 
 def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
@@ -160,12 +172,7 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
 def _protocol(recipe: Recipe) -> str:
     """Whose protocol, and which epoch was taken by it; several views of a test image are said."""
     words = [recipe.protocol or "none"]
-    held = recipe.validation
-    if held is None and recipe.protocol is not None:
-        known = protocols.protocol_options(recipe.protocol)
-        own = {word: value for word, value in recipe.data_args.items() if word in known}
-        held = protocols.find(recipe.protocol, recipe.data, **own).validation
-    on = "the test set" if held == "test" else "validation"
+    on = "the test set" if held_out(recipe) == "test" else "validation"
     words.append(f"best epoch on {on}" if recipe.select == "best" else "last epoch")
     if recipe.data_args.get("crops"):
         words.append(f"{recipe.data_args['crops']} views of each test image")

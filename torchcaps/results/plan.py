@@ -29,20 +29,6 @@ class Group:
 
 
 BOTH = ("exact_match_error", "per_digit_error")
-BESIDE_OURS = {  # what the papers print of the networks in our own rows
-    "mnist": "0.26",
-    "mnist-ensemble": "0.16",
-    "mnist-resnet": "0.26",
-    "mnist-resnet-ensemble": "0.16",
-    "mnist-plain3": "0.26",
-    "mnist-plain5": "0.26",
-    "mnist-plain7": "0.26",
-    "mnist-plain-ensemble": "0.16",
-    "multimnist": "5.1 per digit",
-    "multimnist-resnet": "5.1 per digit",
-    "cifar10": "mean 94.85, best 95.14",
-    "cifar10-encapnet": "4.55",
-}
 RESNET = "tsai2020_table1:inverted-resnet-cifar10"
 GENERATED = {"data": "affnist_generated"}
 ROUTINGS = {

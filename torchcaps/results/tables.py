@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,7 +13,9 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
+from torchcaps.results.notes import assumed, latest, remarks, word
 from torchcaps.results.sheet import FORMATS, Line, Sheet
+from torchcaps.shorten import MOVED, is_shortened
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
@@ -81,18 +82,18 @@ def _sheet(table: Any, results: list[Result], everything: bool = True) -> Sheet:
     for row, recipe in table.ROWS.items():
         if not (everything or found[row]):
             continue
-        groups: dict[str, dict[Any, Result]] = {}
+        groups: dict[str, list[Result]] = {}
         for result in found[row]:
-            groups.setdefault(variation(recipe, result), {})[result.seed, result.members] = result
+            groups.setdefault(variation(recipe, result), []).append(result)
         notes = [sheet.note(text) for text in (assumed(recipe), recipe.note) if text]
         metric = recipe.metric.replace("_", " ") + ("" if recipe.metric == "loss" else " %")
-        plain = list(groups.pop("", {}).values())
-        cells = _cells(recipe, plain) if plain else ("not run", "", "", "", "")
-        more = [sheet.note(text) for text in remarks(plain)]
+        plain, before = latest(groups.pop("", []))
+        cells = _cells(recipe, plain) if plain else ("" if groups else "not run", "", "", "", "")
+        more = [sheet.note(text) for text in remarks(plain, replaced(recipe.metric, before))]
         sheet.lines.append(Line((row, metric, recipe.reported, *cells), notes + more))
         for label, group in groups.items():
-            runs = list(group.values())
-            said = [sheet.note(text) for text in remarks(runs)]
+            runs, before = latest(group)
+            said = [sheet.note(text) for text in remarks(runs, replaced(recipe.metric, before))]
             label += ", shortened" * (runs[0].shortened or fewer_images(recipe, runs[0]))
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
     for row, printed in getattr(table, "CITED", {}).items() if everything else ():
@@ -131,10 +132,17 @@ def is_ensemble_for(recipe: recipes.Recipe, result: Result) -> bool:
     return not any(change.split(" ")[0].split(".")[0] in SAME_IN_ENSEMBLES for change in _changes(recipe, result))
 
 
-def variation(recipe: recipes.Recipe, result: Result) -> str:
-    """In what a run differs from its row; empty if in nothing."""
+def variation(recipe: recipes.Recipe, result: Result, epochs: bool = True) -> str:
+    """In what a run differs from its row; empty if in nothing.
+
+    Args:
+        epochs: whether their number is to be told.
+    """
     changes = _changes(recipe, result)
-    if result.epochs != recipe.epochs and not result.reached:
+    if is_shortened(recipe, result.recipe, result.epochs):
+        told = [change for change in changes if change.split(" ")[0] not in MOVED]
+        changes = told if len(told) == len(changes) else [*told, "schedule shortened alike"]
+    if epochs and result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
     together = recipe.metric.startswith("ensemble_")
     if result.members and not (together and len(result.members) == recipe.seeds):
@@ -158,9 +166,9 @@ def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
         old, new = ours[name], theirs[name]
         if isinstance(old, dict) and isinstance(new, dict):
             keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            changes += [f"{name}.{key} = {_word(new.get(key))}" for key in keys]
+            changes += [f"{name}.{key} = {word(new.get(key))}" for key in keys]
         elif old != new:
-            changes.append(f"{name} = {_word(new)}")
+            changes.append(f"{name} = {word(new)}")
     return changes
 
 
@@ -168,9 +176,12 @@ def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, s
     """Ours, n, standard error, epoch, time."""
     epochs = sorted({run.epochs if run.epoch is None else run.epoch for run in runs})
     span = f"{epochs[0]}" + (f" to {epochs[-1]}" if len(epochs) > 1 else "")
-    where = f"{' or '.join(sorted({run.selected for run in runs}))} {span} of {recipe.epochs}"
-    if all(run.test_last is not None for run in runs):
-        where += f", last {_mean([_figure(recipe.metric, run.test_last or {}, run) for run in runs])}"
+    whole = sorted({recipe.epochs if run.reached else run.epochs for run in runs})
+    where = f"{' or '.join(sorted({run.selected for run in runs}))} {span} of {whole[-1]}"
+    if any(run.members for run in runs):
+        where = f"each its {where.split()[0]}"
+    if at_last := with_last_epoch(recipe.metric, runs):
+        where += f", last {at_last}"
     errors = [
         100 * run.test["standard_error"] for run in runs if isinstance(run.test.get("standard_error"), int | float)
     ]
@@ -181,20 +192,33 @@ def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, s
 def took(runs: Sequence[Result]) -> str:
     """The mean time of a run and the devices; of seeds that were trained at once, the share of each.
 
-    Empty where it is not known, as for ensembles, whose members were trained before.
+    Of an ensemble, the time of all its members. Empty where it is not known.
     """
-    timed = [run for run in runs if run.seconds is not None and not run.members]
+    timed = [run for run in runs if run.seconds is not None]
     if not timed:
         return ""
     seconds, together = statistics.mean(run.seconds or 0.0 for run in timed), max(run.together for run in timed)
     devices = ", ".join(sorted({run.device for run in timed if run.device}))
-    return _time(seconds) + f" each, {together} at once" * (together > 1) + (f" on {devices}" if devices else "")
+    how = " for all members" if timed[0].members else f" each, {together} at once" * (together > 1)
+    return _time(seconds) + how + (f" on {devices}" if devices else "")
 
 
 def _time(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def with_last_epoch(metric: str, runs: Sequence[Result]) -> str:
+    """What the last epochs have; empty where no run has selected another."""
+    if all(run.test_last is None for run in runs):
+        return ""
+    return _mean([_figure(metric, run.test_last or run.test, run) for run in runs])
+
+
+def replaced(metric: str, runs: Iterable[Result]) -> list[tuple[Result, str]]:
+    """Runs that others of their seeds have replaced, with what they had."""
+    return [(run, cell_of(metric, [run])) for run in runs]
 
 
 def cell_of(metric: str, runs: Iterable[Result]) -> str:
@@ -223,38 +247,5 @@ def _mean(values: list[float | None]) -> str:
     return f"{mean:.{digits}f}{spread}"
 
 
-def remarks(runs: list[Result]) -> list[str]:
-    """What a reader should know of these runs."""
-    said = [
-        f"members{', chosen on validation' * bool(run.chosen_from)}: {', '.join(run.members)}"
-        for run in runs
-        if run.members
-    ]
-    sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
-    said += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
-    dirty = sorted({run.commit[:7] for run in runs if run.dirty})
-    if dirty:
-        said.append(f"run with changes that commit {' and '.join(dirty)} does not have")
-    if any(run.test_reads != 1 for run in runs):
-        said.append("the test set was read more than once")
-    return said
-
-
-def assumed(recipe: recipes.Recipe) -> str:
-    """Fields that the paper leaves open, with the values taken."""
-    values, words = recipe.to_dict(), []
-    for path in recipe.assumed:
-        name, _, key = path.partition(".")
-        value = values.get(name, ...)
-        if key:
-            value = value.get(key, ...) if isinstance(value, dict) else ...
-        words.append(path if value is ... else f"{path} = {_word(value)}")
-    return "assumed: " + ", ".join(words) if words else ""
-
-
 def _name(table: Any) -> str:
     return table.__name__.rpartition(".")[2]
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,74 @@
+"""Commands that train finished runs again."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchcaps import recipes
+from torchcaps.cli import main
+from torchcaps.commands.train import train_row
+from torchcaps.commands.words import choose, in_fewer_epochs, overrides, with_fields
+from torchcaps.results import Result, read
+from torchcaps.results.again import commands, words
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = [result for result in read(ROOT / "results") if not result.members]
+
+
+def recipe_of(command):
+    """What a command line trains."""
+    _, row, *options = command
+    shorten = None
+    if "--shorten" in options:
+        at = options.index("--shorten")
+        shorten = int(options[at + 1])
+        del options[at : at + 2]
+    settings = [word for word in with_fields(options, train_row) if word != "--set"]
+    chosen = choose(row, overrides(settings))
+    return (chosen if shorten is None else in_fewer_epochs(chosen, shorten)).recipe
+
+
+@pytest.mark.parametrize("result", PUBLISHED, ids=lambda result: f"{result.table}:{result.row}-{result.seed}")
+def test_every_published_run_has_a_command_that_trains_just_that(result):
+    assert recipes.differing(recipe_of(words(result)).to_dict(), result.recipe) is None
+
+
+def result(row="efficient", seed=0, **changes):
+    recipe = recipes.with_overrides(recipes.find(f"mazzia2021_table2:{row}"), changes)
+    test = {"error": 0.003 + 0.001 * seed}
+    known = {"epochs": recipe.epochs, "planned": 100, "recipe": recipe.to_dict(), "commit": "0123456789"}
+    return Result(table="mazzia2021_table2", row=row, seed=seed, test=test, **known)
+
+
+def test_seeds_are_told_together_and_gaps_are_none():
+    runs = [result(seed=seed) for seed in (0, 1, 3)]
+    assert commands(runs).splitlines() == [
+        "torchcaps train mazzia2021_table2:efficient --seeds 2",
+        "torchcaps train mazzia2021_table2:efficient --seed 3",
+        "    # error 0.433 ± 0.153 %, commit 0123456",
+    ]
+    together = [replace(run, together=4) for run in runs[:2]]
+    assert "--seeds 2 --together\n" in commands(together)
+
+
+def test_words_with_blanks_are_quoted_and_what_a_row_has_more_is_left_out():
+    (line, _) = commands([result(**{"schedule_args": {"decay": 0.5}})]).splitlines()
+    assert shlex.split(line)[3:] == ["--schedule-args", '{"decay": 0.5}']
+
+
+def test_an_ensemble_names_its_members():
+    run = replace(result(), members=("efficient/seed-0", "efficient/seed-1"))
+    assert commands([run]).startswith("torchcaps evaluate --ensemble efficient/seed-0 efficient/seed-1\n")
+
+
+def test_rows_that_are_no_more_are_left_out_and_the_command_prints_all(capsys, monkeypatch):
+    assert commands([replace(result(), row="gone")]) == ""
+    monkeypatch.chdir(ROOT)
+    assert main(["table", "li2018_table3", "--commands"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("torchcaps train li2018_table3:1-master --shorten 60 --precision bf16\n    # error 39.04 %")
+    assert "mazzia" not in out
+    assert main(["table", "--commands"]) == 0
+    assert "torchcaps train ours:cifar10\n" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""The commands that made the lines of results, to be given again.
+
+>>> print(commands(read("results")))
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from torchcaps import recipes
+from torchcaps.results import Result
+from torchcaps.results.tables import TELLS_NOTHING, cell_of, took
+from torchcaps.shorten import MOVED, is_shortened
+
+
+def commands(results: Iterable[Result]) -> str:
+    """Each command once, for all seeds that it trains, and under it what came out."""
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in sorted(results, key=lambda result: (result.table, result.row, result.seed)):
+        if f"{result.table}:{result.row}" in recipes.names():
+            groups.setdefault((tuple(words(result)), result.together, result.members), []).append(result)
+    return "\n".join(line for group in groups.values() for line in _lines(group))
+
+
+def words(result: Result) -> list[str]:
+    """What `torchcaps` is called with for this run, but for its seed; for an ensemble, of runs that are there."""
+    if result.members:
+        return ["evaluate", "--ensemble", *result.members]
+    row = recipes.find(f"{result.table}:{result.row}")
+    found = ["train", f"{result.table}:{result.row}"]
+    changes = _changes(row, result.recipe)
+    if is_shortened(row, result.recipe, result.epochs, exactly=True) and any(path in MOVED for path in changes):
+        found += ["--shorten", str(result.epochs)]
+        changes = {path: value for path, value in changes.items() if path not in MOVED}
+    elif result.epochs != row.epochs:
+        found += ["--epochs", str(result.epochs)]
+    for path, value in changes.items():
+        found += [f"--{path.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    return found
+
+
+def _changes(row: recipes.Recipe, ran: dict[str, Any]) -> dict[str, Any]:
+    """Fields in which a run's recipe differs from its row's, with the run's values."""
+    ours, theirs = row.to_dict(), {**recipes.DEFAULTS, **ran}
+    found: dict[str, Any] = {}
+    for name in [name for name in ours if name in theirs and name not in TELLS_NOTHING]:
+        old, new = ours[name], theirs[name]
+        if isinstance(old, dict) and isinstance(new, dict) and old.keys() <= new.keys():
+            found |= {f"{name}.{key}": value for key, value in new.items() if key not in old or old[key] != value}
+        elif old != new:
+            found[name] = new
+    return found
+
+
+def _lines(runs: list[Result]) -> list[str]:
+    first = runs[0]
+    lines = [shlex.join(["torchcaps", *words(first), *_seeds(span, first)]) for span in _spans(runs)]
+    metric = recipes.find(f"{first.table}:{first.row}").metric.removeprefix("ensemble_")
+    commits = " and ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
+    per_cent = "" if metric == "loss" else " %"
+    told = [f"{metric.replace('_', ' ')} {cell_of(metric, runs)}{per_cent}", took(runs), f"commit {commits}"]
+    return [*lines, f"    # {', '.join(filter(None, told))}"]
+
+
+def _spans(runs: list[Result]) -> list[list[int]]:
+    """Their seeds, those without a gap in one list."""
+    spans: list[list[int]] = []
+    for seed in sorted({run.seed for run in runs}):
+        if spans and spans[-1][-1] == seed - 1:
+            spans[-1].append(seed)
+        else:
+            spans.append([seed])
+    return spans
+
+
+def _seeds(span: list[int], first: Result) -> list[str]:
+    if first.members:
+        return []
+    begin = ["--seed", str(span[0])] if span[0] else []
+    several = ["--seeds", str(len(span))] if len(span) > 1 else []
+    return [*begin, *several, *["--together"] * (first.together > 1 and len(span) > 1)]

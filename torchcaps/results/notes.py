@@ -1,0 +1,68 @@
+"""What stands under a table: what a paper leaves open, and what a reader should know of the runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from torchcaps.data import protocols
+from torchcaps.recipes import Recipe
+from torchcaps.results import Result
+
+
+def latest(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
+    """Of each seed, and of each ensemble, the last of these results; and those that they replace."""
+    found: dict[Any, Result] = {}
+    earlier = []
+    for result in results:
+        key = result.seed, result.members
+        if key in found:
+            earlier.append(found.pop(key))
+        found[key] = result
+    return list(found.values()), earlier
+
+
+def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> list[str]:
+    """Args: earlier: runs that others of their seeds have replaced, with what they had."""
+    said = [
+        f"members{', chosen on validation' * bool(run.chosen_from)}: {', '.join(run.members)}"
+        for run in runs
+        if run.members
+    ]
+    sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
+    said += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
+    dirty = sorted({run.commit[:7] for run in runs if run.dirty})
+    if dirty:
+        said.append(f"run with changes that commit {' and '.join(dirty)} does not have")
+    if any(run.selected == "best" and run.data.get("validation", ...) == run.data.get("test") for run in runs):
+        said.append("the epoch was chosen on the test set, which was read after each")
+    elif any(run.test_reads != 1 for run in runs):
+        said.append("the test set was read more than once")
+    said += [f"an earlier run of seed {run.seed} had {figure}" for run, figure in earlier]
+    return said
+
+
+def assumed(recipe: Recipe) -> str:
+    """Fields that the paper leaves open, with the values taken."""
+    values, words = {**recipe.to_dict(), "validation": held_out(recipe)}, []
+    for path in recipe.assumed:
+        name, _, key = path.partition(".")
+        value = values.get(name, ...)
+        if key:
+            value = value.get(key, ...) if isinstance(value, dict) else ...
+        words.append(path if value is ... else f"{path} = {word(value)}")
+    return "assumed: " + ", ".join(words) if words else ""
+
+
+def held_out(recipe: Recipe) -> float | str | None:
+    """What is held out of the training images, the protocol's if the recipe leaves it to that; or "test"."""
+    if recipe.validation is not None or recipe.protocol is None:
+        return recipe.validation
+    known = protocols.protocol_options(recipe.protocol)
+    own = {name: value for name, value in recipe.data_args.items() if name in known}
+    return protocols.find(recipe.protocol, recipe.data, **own).validation
+
+
+def word(value: Any) -> str:
+    return "none" if value in (None, "") else value if isinstance(value, str) else json.dumps(value)
