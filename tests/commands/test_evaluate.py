@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchcaps.commands.looks as looks
+from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.data import DataSet, load
 from torchcaps.data.augment import Step
@@ -157,6 +159,24 @@ def test_members_are_chosen_on_validation(capsys):
     assert told(capsys, "--ensemble", A, B, "--members", "2").startswith(f"ensemble of {best.removeprefix('runs/')}, ")
 
 
+def test_an_ensemble_of_several_recipes_has_the_line_of_the_row_that_is_named(capsys, monkeypatch):
+    def opened(folder, **options):
+        found = open_run(folder, **options)
+        return replace(found, recipe=replace(found.recipe, lr=0.1)) if folder == Path(B) else found
+
+    monkeypatch.setattr(looks, "open_run", opened)
+    asked(capsys, A, "--ensemble", B)
+    assert not read(LEDGER)[-1].members
+    row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2)
+    monkeypatch.setitem(recipes.tables()["quick"].ROWS, "pairs", row)
+    for folder in (A, B):
+        Path(folder, "looks.json").unlink()
+    (found,) = asked(capsys, A, "--ensemble", B, "--row", "quick:pairs")
+    line = read(LEDGER)[-1]
+    assert (line.table, line.row, line.members) == ("quick", "pairs", ("two/seed-0", "two/seed-1"))
+    assert (line.recipe, line.test) == (row.to_dict(), found["figures"])
+
+
 def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
     Path(A, "row.json").unlink()
     Path(A, "result.json").unlink()
@@ -175,6 +195,9 @@ def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
         (f"{A} --members 1", "--members goes with --ensemble, which names the runs to choose from"),
         (f"{A} --ensemble {B} --members 3", "an ensemble of 3 cannot be chosen from 2 networks"),
         (f"{A} --ensemble {B} --epoch 1", "--ensemble tests runs as their recipes select them; "),
+        (f"{A} --ensemble {B} --row quick:digits", "--row names the row of an ensemble, such as ours:mnist-ensemble, "),
+        (f"{A} --row ours:mnist-ensemble", "--row names the row of an ensemble, such as ours:mnist-ensemble, "),
+        (f"{A} --ensemble {B} --row ours:mnist-ensemble", "ours:mnist-ensemble is of mnist, and these networks are "),
         (f"{A} --epoch 7", f"epoch 7 of {A} was not kept; the kept ones are 1"),
         (f"{A} --protocol sabour2017", "sabour2017 has no protocol for digits; "),
         (f"{A} --protocol sabor2017", "there is no protocol 'sabor2017'; did you mean sabour2017?"),

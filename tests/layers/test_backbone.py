@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchcaps.layers.backbone import BasicBlock, conv_stem, resnet_backbone, resnet_stage, simple_backbone
+from torchcaps.layers.backbone import (
+    BasicBlock,
+    conv_stem,
+    plain_backbone,
+    resnet_backbone,
+    resnet_stage,
+    simple_backbone,
+)
 from torchcaps.layers.sizes import feature_shape, out_size
 from torchcaps.types import ImageTooSmall
 
@@ -23,8 +30,11 @@ def count(module):
         (lambda: resnet_backbone(3, width=256), 4_521_024, (256, 16, 16)),
         (lambda: simple_backbone(3), 7_168, (256, 16, 16)),
         (lambda: conv_stem(3, 256, 9), 62_464, (256, 24, 24)),
+        (lambda: plain_backbone(3, 3), 1_012_096, (176, 12, 12)),
+        (lambda: plain_backbone(3, 5), 1_027_360, (160, 12, 12)),
+        (lambda: plain_backbone(3, 7), 2_265_936, (192, 8, 8)),
     ],
-    ids=["resnet128", "resnet256", "simple", "stem"],
+    ids=["resnet128", "resnet256", "simple", "stem", "plain3", "plain5", "plain7"],
 )
 def test_counts_and_shapes(make, expected, shape):
     with torch.device("meta"):

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Literal
 
+from torchcaps import recipes
 from torchcaps.commands.words import percent
 
 
@@ -18,6 +19,7 @@ def evaluate_runs(
     epoch: int | None = None,
     ensemble: tuple[str, ...] | None = None,
     members: int | None = None,
+    row: str = "",
     images: int | None = None,
     device: str = "auto",
     results: str = "",
@@ -34,6 +36,7 @@ def evaluate_runs(
         epoch: the weights of this epoch, if --keep-epochs kept it.
         ensemble: these runs and the ones before, together, by summed lengths; alone, it takes all that are named.
         members: choose so many of them for the ensemble, on the validation set.
+        row: the row that gets the line of an ensemble, such as ours:mnist-ensemble, where its networks are of several.
         images: look at so many images of the test set only.
         device: auto, cpu, cuda, cuda:N or mps.
         results: the file that gets a line for each new test; as torchcaps train takes it if not given.
@@ -50,10 +53,14 @@ def evaluate_runs(
         raise ValueError("--members goes with --ensemble, which names the runs to choose from")
     if ensemble is not None and (epoch is not None or split == "validation"):
         raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
+    if row and (ensemble is None or not recipes.find(row).metric.startswith("ensemble_")):
+        raise ValueError(f"--row names the row of an ensemble, such as ours:mnist-ensemble, got {row}")
     ask = Ask(split, protocol, crops, epoch, images, device, results)
     for folder in folders:
         check(folder, ask)
-    found = [together(folders, members, ask)] if ensemble is not None else [single(folder, ask) for folder in folders]
+    found = (
+        [together(folders, members, ask, row)] if ensemble is not None else [single(folder, ask) for folder in folders]
+    )
     if json:
         print(as_json(found))
     else:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchcaps import evaluate
+from torchcaps import evaluate, recipes
 from torchcaps.commands.words import percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
@@ -168,8 +168,12 @@ def further(folder: Path, ask: Ask) -> Found:
         return _found(folder, ask, found, opened.epoch, False)
 
 
-def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
-    """An ensemble by summed lengths. What its members said of the test set is stored, so it need not be read again."""
+def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") -> Found:
+    """An ensemble by summed lengths. What its members said of the test set is stored, so it need not be read again.
+
+    Args:
+        row: whose line this is; if not given, that of the members, where they are all of one recipe.
+    """
     for folder in filter(is_exported, folders):
         raise ValueError(f"{folder} is no run folder, and an ensemble is one of runs")
     names = {_short(folder): folder for folder in folders}
@@ -180,6 +184,8 @@ def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
     for name, other in opened.items():
         if other.class_names != first.class_names:
             raise ValueError(f"{name} tells other classes apart than {next(iter(opened))}, so they are no ensemble")
+    if row and recipes.find(row).data != first.recipe.data:
+        raise ValueError(f"{row} is of {recipes.find(row).data}, and these networks are of {first.recipe.data}")
     data = {name: load_data(ask.recipe(each.recipe)) for name, each in opened.items()}
     chosen = tuple(opened)
     if members is not None:
@@ -202,12 +208,13 @@ def together(folders: list[Path], members: int | None, ask: Ask) -> Found:
         note_look(names[name], key, found)
     answer = _ensemble(names, chosen, ask, found, stored=False)
     lead = opened[chosen[0]]
-    if all(opened[name].recipe == lead.recipe for name in chosen):
-        table, row = name_of(lead.folder)
-        more = {"recipe": ask.recipe(lead.recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
+    if row or all(opened[name].recipe == lead.recipe for name in chosen):
+        recipe = recipes.find(row) if row else lead.recipe
+        table, word = row.split(":") if row else name_of(lead.folder)
+        more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
         more["chosen_from"] = None if members is None else len(folders)
         more |= _costs([names[name] for name in chosen])
-        append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, row, test=found, **more))
+        append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, word, test=found, **more))
     return answer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torchcaps.layers.backbone import BasicBlock, resnet_backbone
+from torchcaps.layers.backbone import PLAIN, BasicBlock, plain_backbone, resnet_backbone
 from torchcaps.layers.sizes import feature_shape
 from torchcaps.routing import DynamicRouting, EMRouting, SelfAttentionRouting
 from torchcaps.types import Image, Routing
@@ -53,10 +53,12 @@ def gives_activations(routing: Callable[..., Routing]) -> bool:
 
 
 def find_backbone(backbone: str | nn.Module, image: Image, width: int = 128, **more: Callable[[int], nn.Module]) -> Any:
-    """A backbone by name, "resnet" or one of `more`, or the module given."""
+    """A backbone by name, "resnet", "plain3", "plain5", "plain7" or one of `more`, or the module given."""
     if isinstance(backbone, nn.Module):
         return backbone
-    return choose("backbone", backbone, {**more, "resnet": lambda c: resnet_backbone(c, width)})(image[0])
+    known = {**more, "resnet": partial(resnet_backbone, width=width)}
+    known |= {f"plain{size}": partial(plain_backbone, kernel_size=size) for size in PLAIN}
+    return choose("backbone", backbone, known)(image[0])
 
 
 def halved_until(side: int, features: nn.Module, image: Image) -> nn.Module:

@@ -44,6 +44,14 @@ MNIST_RESNET = replace(
     seeds=3,
     note="aim: 0.26; the same capsules on Tsai's residual blocks instead of four convolutions",
 )
+MNIST_PLAIN = replace(
+    MNIST_RESNET,
+    model_args={"backbone": "plain3", "primary": (4, 4)},
+    data_args={"degrees": 20, "zoom": 0.15, "shear": 0.15, "move": 4, "elastic": 1.0, "share": 0.75},
+    lr=1e-3,
+    epochs=60,
+    note="aim: 0.26; the same capsules on ten convolutions of 3 x 3, nothing padded or pooled (An et al. 2020)",
+)
 MULTIMNIST = replace(
     MNIST,
     model="efficient_capsnet_multimnist",
@@ -88,6 +96,20 @@ ROWS: dict[str, Recipe] = {
     "mnist-ensemble": replace(MNIST, metric="ensemble_error", reported="0.16", note=ENSEMBLE),
     "mnist-resnet": MNIST_RESNET,
     "mnist-resnet-ensemble": replace(MNIST_RESNET, metric="ensemble_error", reported="0.16", note=ENSEMBLE),
+    "mnist-plain3": MNIST_PLAIN,
+    "mnist-plain5": replace(
+        MNIST_PLAIN, model_args={"backbone": "plain5", "primary": (4, 4)}, note="aim: 0.26; five convolutions of 5 x 5"
+    ),
+    "mnist-plain7": replace(
+        MNIST_PLAIN, model_args={"backbone": "plain7", "primary": (2, 2)}, note="aim: 0.26; four convolutions of 7 x 7"
+    ),
+    "mnist-plain-ensemble": replace(
+        MNIST_PLAIN,
+        metric="ensemble_error",
+        seeds=9,
+        reported="0.16",
+        note="aim: 0.16; the nine networks of these three rows together",
+    ),
     "fashion-mnist": replace(
         MNIST,
         data="fashion_mnist",
