@@ -23,6 +23,7 @@ from benchmarks.plain import plain
 from torchcaps.models import create_model
 from torchcaps.models.measure import operations
 from torchcaps.ops import vote_budget
+from torchcaps.results import environment
 
 try:
     from torchcaps.ops import backend
@@ -341,5 +342,6 @@ def slope(sizes: list[int], values: list[float]) -> float:
 
 
 def machine(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    cores = f"{os.cpu_count()} CPU cores ({environment()['cpu']})"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
