@@ -48,6 +48,7 @@ from benchmarks.plain import plain
 from benchmarks.showing import SHOWN, plot
 from torchcaps.layers import LinearCaps
 from torchcaps.models import create_model, list_models
+from torchcaps.results import source
 from torchcaps.routing import DynamicRouting
 
 SIMPLE = {"backbone": "simple"}
@@ -110,7 +111,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.cuda, self.quick = self.device.type == "cuda", arguments.quick
         self.least = 0.0 if self.quick else arguments.least
-        self.results: dict[str, Any] = {"machine": machine(self.device), "took_s": {}}
+        self.results: dict[str, Any] = {"machine": machine(self.device), "commit": source()[0], "took_s": {}}
         self.out = Path(arguments.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()

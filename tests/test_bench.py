@@ -18,7 +18,7 @@ def test_quick(tmp_path, capsys):
     bench.main(["--device", "cpu", "--quick", "--only", "steps,growth,inference", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert set(found) == {"machine", "took_s", "ceilings", "steps", "growth", "inference"}
+    assert set(found) == {"machine", "commit", "took_s", "ceilings", "steps", "growth", "inference"}
     assert set(found["took_s"]) == {"steps", "growth", "inference"}
     rows = [(row["name"], row["path"]) for row in found["steps"]]
     assert rows == [(case.name, path) for case in bench.QUICK for path in ("ours", "reference", "plain")]

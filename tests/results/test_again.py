@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rows import read_plan
 from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.commands.train import train_row
@@ -60,7 +61,8 @@ def test_words_with_blanks_are_quoted_and_what_a_row_has_more_is_left_out():
 
 def test_an_ensemble_names_its_members():
     run = replace(result(), members=("efficient/seed-0", "efficient/seed-1"))
-    assert commands([run]).startswith("torchcaps evaluate --ensemble efficient/seed-0 efficient/seed-1\n")
+    line, _ = commands([run]).splitlines()
+    assert line == "# torchcaps evaluate --ensemble, with the folders of efficient/seed-0, efficient/seed-1"
 
 
 def test_rows_that_are_no_more_are_left_out_and_the_command_prints_all(capsys, monkeypatch):
@@ -71,4 +73,10 @@ def test_rows_that_are_no_more_are_left_out_and_the_command_prints_all(capsys, m
     assert out.startswith("torchcaps train li2018_table3:1-master --shorten 60 --precision bf16\n    # error 39.04 %")
     assert "mazzia" not in out
     assert main(["table", "--commands"]) == 0
-    assert "torchcaps train ours:cifar10\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "torchcaps train ours:cifar10\n" in out
+    assert all(words[0] == "train" for words in read_plan(out))
+    assert main(["table", "li2018_table5", "--commands"]) == 2
+    assert "there is no table 'li2018_table5'; did you mean li2018_table4" in capsys.readouterr().err
+    assert main(["table", "li2018_table4", "--commands"]) == 2
+    assert "there are no results of li2018_table4" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchcaps import evaluate, recipes
-from torchcaps.commands.words import percent, results_file, times
+from torchcaps import evaluate
+from torchcaps.commands.words import choose, percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.finish import append_line, figures_of, finish, load_predictions, result_of
@@ -184,8 +184,9 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
     for name, other in opened.items():
         if other.class_names != first.class_names:
             raise ValueError(f"{name} tells other classes apart than {next(iter(opened))}, so they are no ensemble")
-    if row and recipes.find(row).data != first.recipe.data:
-        raise ValueError(f"{row} is of {recipes.find(row).data}, and these networks are of {first.recipe.data}")
+    named = choose(row, {}) if row else None
+    if named is not None and named.recipe.data != first.recipe.data:
+        raise ValueError(f"{row} is of {named.recipe.data}, and these networks are of {first.recipe.data}")
     data = {name: load_data(ask.recipe(each.recipe)) for name, each in opened.items()}
     chosen = tuple(opened)
     if members is not None:
@@ -208,9 +209,9 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
         note_look(names[name], key, found)
     answer = _ensemble(names, chosen, ask, found, stored=False)
     lead = opened[chosen[0]]
-    if row or all(opened[name].recipe == lead.recipe for name in chosen):
-        recipe = recipes.find(row) if row else lead.recipe
-        table, word = row.split(":") if row else name_of(lead.folder)
+    if named is not None or all(opened[name].recipe == lead.recipe for name in chosen):
+        table, word = name_of(lead.folder) if named is None else (named.table, named.row)
+        recipe = lead.recipe if named is None else named.recipe
         more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
         more["chosen_from"] = None if members is None else len(folders)
         more |= _costs([names[name] for name in chosen])

@@ -52,9 +52,7 @@ def print_table(
     if check:
         raise ValueError("--check goes with --readme FILE or --page FILE")
     if commands:
-        lines = _results(name, results or "results" * (not name))
-        print(again.commands(line for line in lines if name in ("", line.table)))
-        return 0
+        return _print_commands(name, results)
     if not name:
         return _list(results)
     known: Any = recipes.tables().get(name, name)
@@ -105,6 +103,16 @@ def _print_recipes(found: dict[str, Recipe]) -> None:
 
 def _print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
+
+
+def _print_commands(name: str, results: str) -> int:
+    if name:
+        tables.find(name)
+    lines = [line for line in _results(name, results or "results" * (not name)) if name in ("", line.table)]
+    if not lines:
+        raise ValueError(f"there are no results of {name or 'any table'}")
+    print(again.commands(lines))
+    return 0
 
 
 def _list(results: str) -> int:

@@ -12,26 +12,25 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
-from torchcaps.results.tables import TELLS_NOTHING, cell_of, took
+from torchcaps.results.tables import cell_of, changed, took
 from torchcaps.shorten import MOVED, is_shortened
 
 
 def commands(results: Iterable[Result]) -> str:
-    """Each command once, for all seeds that it trains, and under it what came out."""
+    """Each command once, for all seeds that it trains, and under it what came out; ensembles are remarks among them."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in sorted(results, key=lambda result: (result.table, result.row, result.seed)):
         if f"{result.table}:{result.row}" in recipes.names():
-            groups.setdefault((tuple(words(result)), result.together, result.members), []).append(result)
+            key = result.members or tuple(words(result))
+            groups.setdefault((key, result.together), []).append(result)
     return "\n".join(line for group in groups.values() for line in _lines(group))
 
 
 def words(result: Result) -> list[str]:
-    """What `torchcaps` is called with for this run, but for its seed; for an ensemble, of runs that are there."""
-    if result.members:
-        return ["evaluate", "--ensemble", *result.members]
+    """What `torchcaps` is called with for this run, but for its seed."""
     row = recipes.find(f"{result.table}:{result.row}")
     found = ["train", f"{result.table}:{result.row}"]
-    changes = _changes(row, result.recipe)
+    changes = changed(row, result.recipe)
     if is_shortened(row, result.recipe, result.epochs, exactly=True) and any(path in MOVED for path in changes):
         found += ["--shorten", str(result.epochs)]
         changes = {path: value for path, value in changes.items() if path not in MOVED}
@@ -42,22 +41,13 @@ def words(result: Result) -> list[str]:
     return found
 
 
-def _changes(row: recipes.Recipe, ran: dict[str, Any]) -> dict[str, Any]:
-    """Fields in which a run's recipe differs from its row's, with the run's values."""
-    ours, theirs = row.to_dict(), {**recipes.DEFAULTS, **ran}
-    found: dict[str, Any] = {}
-    for name in [name for name in ours if name in theirs and name not in TELLS_NOTHING]:
-        old, new = ours[name], theirs[name]
-        if isinstance(old, dict) and isinstance(new, dict) and old.keys() <= new.keys():
-            found |= {f"{name}.{key}": value for key, value in new.items() if key not in old or old[key] != value}
-        elif old != new:
-            found[name] = new
-    return found
-
-
 def _lines(runs: list[Result]) -> list[str]:
     first = runs[0]
-    lines = [shlex.join(["torchcaps", *words(first), *_seeds(span, first)]) for span in _spans(runs)]
+    if first.members:
+        lines = [f"# torchcaps evaluate --ensemble, with the folders of {', '.join(first.members)}"]
+    else:
+        together = first.together > 1
+        lines = [shlex.join(["torchcaps", *words(first), *_seeds(span, together)]) for span in _spans(runs)]
     metric = recipes.find(f"{first.table}:{first.row}").metric.removeprefix("ensemble_")
     commits = " and ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     per_cent = "" if metric == "loss" else " %"
@@ -76,9 +66,7 @@ def _spans(runs: list[Result]) -> list[list[int]]:
     return spans
 
 
-def _seeds(span: list[int], first: Result) -> list[str]:
-    if first.members:
-        return []
+def _seeds(span: list[int], together: bool) -> list[str]:
     begin = ["--seed", str(span[0])] if span[0] else []
-    several = ["--seeds", str(len(span))] if len(span) > 1 else []
-    return [*begin, *several, *["--together"] * (first.together > 1 and len(span) > 1)]
+    several = ["--seeds", str(len(span)), *["--together"] * together] if len(span) > 1 else []
+    return [*begin, *several]

@@ -36,13 +36,18 @@ def render(table: Any, results: Iterable[Result], format: str = "text") -> str:
     if format not in FORMATS:
         raise ValueError(f"there is no format {format!r}; it is text, markdown or html")
     if isinstance(table, str):
-        known = recipes.tables()
-        if table not in known:
-            near = get_close_matches(table, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-            raise ValueError(f"there is no table {table!r}; {hint}")
-        table = known[table]
+        table = find(table)
     return FORMATS[format](_sheet(table, list(results)))
+
+
+def find(table: str) -> Any:
+    """The table of that name, or a sentence that says which there are."""
+    known = recipes.tables()
+    if table not in known:
+        near = get_close_matches(table, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        raise ValueError(f"there is no table {table!r}; {hint}")
+    return known[table]
 
 
 def render_readme_section(results: Sequence[Result], tables: Iterable[Any] | None = None) -> str:
@@ -158,18 +163,24 @@ def fewer_images(recipe: recipes.Recipe, result: Result) -> bool:
     return bool(recipe.samples and images and images < recipe.samples)
 
 
-def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
-    """Fields with another value than the row's; one that a line is too old to have is at its default there."""
-    ours, theirs = recipe.to_dict(), {**recipes.DEFAULTS, **result.recipe}
-    changes = []
+def changed(recipe: recipes.Recipe, ran: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields, or single arguments, with which a run differs from its row; whole fields that lack an argument there.
+
+    One that a line is too old to have is at its default there.
+    """
+    ours, theirs = recipe.to_dict(), {**recipes.DEFAULTS, **ran}
+    found: dict[str, Any] = {}
     for name in sorted(ours.keys() & theirs.keys() - TELLS_NOTHING):
         old, new = ours[name], theirs[name]
-        if isinstance(old, dict) and isinstance(new, dict):
-            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            changes += [f"{name}.{key} = {word(new.get(key))}" for key in keys]
+        if isinstance(old, dict) and isinstance(new, dict) and old.keys() <= new.keys():
+            found |= {f"{name}.{key}": new[key] for key in sorted(new) if key not in old or old[key] != new[key]}
         elif old != new:
-            changes.append(f"{name} = {word(new)}")
-    return changes
+            found[name] = new
+    return found
+
+
+def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
+    return [f"{path} = {word(value)}" for path, value in changed(recipe, result.recipe).items()]
 
 
 def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, str, str]:
