@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.ops.ahead_triton import launched, rehearsed
 from torchcaps.ops.em_fit_triton import fitted
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import (
@@ -121,6 +122,7 @@ def no_entries(T: tl.constexpr):
     return tl.zeros((T.JB, T.BN, T.C, T.EH, T.JL, T.EL), dtype=tl.float32)
 
 
+@launched
 @triton.jit
 def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Divides what belongs to children, summed over blocks, by the parents in all windows that compete for them.
@@ -140,6 +142,7 @@ def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK
     tl.store(out + at, total / (rows * columns * S.J).to(tl.float32), mask=at < size)
 
 
+@launched
 @triton.jit
 def em_gather(
     poses, weight, offset, centre, precision, score, gathered, per_split, S, T: tl.constexpr,
@@ -166,6 +169,7 @@ def em_gather(
         tl.store(gathered + at, top + tl.log(total), mask=there)
 
 
+@launched
 @triton.jit
 def em_forward(
     poses, weight, offset, gates, centre, precision, score, log_total, mass, first, second, nothing, per_split, S,
@@ -214,6 +218,7 @@ def em_forward(
         tl.store(mass + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
 
 
+@launched
 @triton.jit
 def em_backward_gather(
     poses, weight, offset, centre, precision, score, log_total, d_mass, d_first, d_second, d_gates, per_split, S,
@@ -241,6 +246,7 @@ def em_backward_gather(
         tl.store(d_gates + at, over_parents(coupling * d_share), mask=there)
 
 
+@launched
 @triton.jit
 def em_backward(
     poses, weight, offset, gates, centre, precision, score, log_total, total, d_mass, d_first, d_second, d_poses,
@@ -363,6 +369,7 @@ def fused_em_step(
     return _fit(votes, *_step(votes, activations, parents, competing))
 
 
+@rehearsed
 def fused_em(
     votes: Votes,
     activations: Tensor | None,

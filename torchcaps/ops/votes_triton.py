@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.windows import Window
 
@@ -160,6 +161,7 @@ def packed_at(i, j, S, T: tl.constexpr):
     return row[:, :, None] * columns + tl.arange(0, columns)[None, None, :]
 
 
+@launched
 @triton.jit
 def pack(weight, packed, S, T: tl.constexpr, PLAIN: tl.constexpr):
     """Args: PLAIN: T, but for weights as they are."""
@@ -425,6 +427,7 @@ def window_over(y, x, tap, there, S, KS: tl.constexpr, STRIDE: tl.constexpr):
     return row * S.X + col, seen & (row < S.Y) & (col < S.X)
 
 
+@launched
 @triton.jit
 def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Adds up what each child got from all blocks of parents in all its windows.
@@ -450,6 +453,7 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
     tl.store(poses + image * (H * W * CAPS * P) + at, total.to(poses.dtype.element_ty), mask=y < H)
 
 
+@launched
 @triton.jit
 def over_windows(
     x, factor, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
