@@ -197,14 +197,14 @@ def worker(case: str, dtype: str, sweep: str | None) -> None:
 
 
 def override(options: dict[str, Any]) -> Callable[[], None]:
-    from torchcaps.ops import agreement_triton, em_triton, votes_triton
+    from torchcaps.ops import agreement_triton, em_triton, plan_triton
 
     before = em_triton._plan
-    agreement_triton.plan = functools.partial(votes_triton.plan, **options)
-    em_triton._plan = lambda votes: votes_triton.plan(votes, **{"low": 2, "block": 8, "packed": True} | options)
+    agreement_triton.plan = functools.partial(plan_triton.plan, **options)
+    em_triton._plan = lambda votes: plan_triton.plan(votes, **{"low": 2, "block": 8, "packed": True} | options)
 
     def back() -> None:
-        agreement_triton.plan, em_triton._plan = votes_triton.plan, before
+        agreement_triton.plan, em_triton._plan = plan_triton.plan, before
 
     return back
 

@@ -56,10 +56,10 @@ class Chip:
 
     def cached(self):
         """What stands in Triton's cache for each kernel that can be compiled ahead."""
-        from torchcaps.ops import em_fit_triton, em_triton, votes_triton
+        from torchcaps.ops import em_fit_triton, em_triton, plan_triton, windows_triton
         from torchcaps.ops.ahead_triton import launched
 
-        modules = (em_fit_triton, em_triton, votes_triton)
+        modules = (em_fit_triton, em_triton, plan_triton, windows_triton)
         kernels = {x.kernel for module in modules for x in vars(module).values() if isinstance(x, launched)}
         variants = {kernel.__name__: kernel.device_caches[self.device][0] for kernel in kernels}
         return {name: dict(cache) for name, cache in variants.items() if cache}
@@ -77,12 +77,12 @@ def waiting(cached):
 
 @pytest.fixture
 def chip(monkeypatch):
-    from torchcaps.ops import ahead_triton, votes_triton
+    from torchcaps.ops import ahead_triton, plan_triton
 
     chip, real = Chip(next(DEVICES)), triton.compiler.compile
     monkeypatch.setattr(triton.compiler, "compile", chip.compile)
     monkeypatch.setattr(ahead_triton, "_met", set())
-    monkeypatch.setattr(votes_triton, "why_not", lambda votes: None)
+    monkeypatch.setattr(plan_triton, "why_not", lambda votes: None)
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(Driver(chip.device))
     yield chip
@@ -199,13 +199,14 @@ def test_launches_all_the_same(trouble, chip, monkeypatch):
 def test_compiles_in_threads(chip, monkeypatch, tmp_path):
     """One kernel, for the H200."""
     from torchcaps.ops import ahead_triton
-    from torchcaps.ops.em_triton import _even, _plan
+    from torchcaps.ops.em_triton import _plan
+    from torchcaps.ops.windows_triton import shared_evenly
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.compiler, "compile", triton.compile)
     window = Window(3, 2)
     votes = Votes(torch.randn(2, 2, 4, 7, 8), torch.randn(18, 2, 5, 2), window)
-    ahead_triton._rehearse(lambda x: _even(x, _plan(votes), window), (torch.randn(3, 24, 18),), False)
+    ahead_triton._rehearse(lambda x: shared_evenly(x, _plan(votes), window), (torch.randn(3, 24, 18),), False)
     (coming,) = chip.cached()["even_shares"].values()
     assert isinstance(coming, ahead_triton._Coming)
     compiled = coming.result()

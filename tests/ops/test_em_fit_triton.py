@@ -99,7 +99,8 @@ def test_parents_whose_votes_agree(last):
 
 def test_even_shares():
     """Each child's activation, divided by the parents of all windows that it stands in."""
-    from torchcaps.ops.em_triton import _even, _plan
+    from torchcaps.ops.em_triton import _plan
+    from torchcaps.ops.windows_triton import shared_evenly
 
     window, (h, w) = Window(3, 2), (7, 8)
     votes = Votes(torch.randn(2, 2, 4, h, w, device=DEVICE), torch.randn(18, 2, 5, 2, device=DEVICE), window)
@@ -111,8 +112,8 @@ def test_even_shares():
     each = window.unfold(stands.expand(2, 2, 1, h, w).contiguous())[..., 0].reshape(n, 18)
     x = torch.randn(3, n, 18, device=DEVICE)
     expected = x.sum(0) / (5 * each.to(DEVICE))
-    torch.testing.assert_close(_even(x, _plan(votes), window), expected)
-    torch.testing.assert_close(_even(x, _plan(votes), None), x.sum(0) / 5)
+    torch.testing.assert_close(shared_evenly(x, _plan(votes), window), expected)
+    torch.testing.assert_close(shared_evenly(x, _plan(votes), None), x.sum(0) / 5)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])

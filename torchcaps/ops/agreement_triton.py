@@ -14,35 +14,27 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.ops.plan_triton import PARTIAL_BYTES, few_pairs, interpreted, or_, plan, summed
 from torchcaps.ops.votes import Votes
+from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient
 from torchcaps.ops.votes_triton import (
-    PARTIAL_BYTES,
-    add_up,
     alone,
     cast_votes,
     children_of,
-    few_pairs,
     first_votes,
-    fold_windows,
-    hand_down,
-    interpreted,
     load_children,
     load_rows,
     load_weight,
     no_rows,
-    no_weight_gradient,
-    or_,
     over_entries,
     over_parents,
     pairs_at,
-    plan,
     store_rows,
-    store_weight_gradient,
-    summed,
     to_entries,
     to_parents,
 )
 from torchcaps.ops.windows import Window
+from torchcaps.ops.windows_triton import fold_windows
 
 # Where there are more parents than a program holds, a first pass gathers over blocks of them what a child needs to
 # know of all: the largest of its logits and the sum of their exponentials, and in the backward pass its mean gradient.

@@ -21,7 +21,7 @@ def runs_fused(votes: Votes) -> bool:
     if not has_triton():
         _say_once("Triton is not installed")
         return False
-    from torchcaps.ops.votes_triton import why_not
+    from torchcaps.ops.plan_triton import why_not
 
     reason = why_not(votes)
     if reason is not None:
