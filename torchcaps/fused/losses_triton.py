@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.switch import fronted
+
 MOST = 2**14  # numbers, which one program goes through
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -197,7 +199,7 @@ class _Margin(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _Margin.apply(*_fronted(info, in_dims, inputs[:3]), *inputs[3:]), (0, 0)
+        return _Margin.apply(*fronted(info, in_dims, inputs[:3]), *inputs[3:]), (0, 0)
 
 
 class _Reconstruction(torch.autograd.Function):
@@ -235,7 +237,7 @@ class _Reconstruction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _Reconstruction.apply(*_fronted(info, in_dims, inputs[:3]), inputs[3]), 0
+        return _Reconstruction.apply(*fronted(info, in_dims, inputs[:3]), inputs[3]), 0
 
 
 def _numbers(pictures: Tensor, target: Tensor, labels: Tensor | None) -> tuple[list[Any], int, int, bool]:
@@ -248,14 +250,6 @@ def _numbers(pictures: Tensor, target: Tensor, labels: Tensor | None) -> tuple[l
     places = (0, 0, 0) if labels is None else _strides(labels, len(replicas))
     given = [pictures.contiguous(), target, labels, size, objects, *aims, *places]
     return given, images * objects * size, size, labels is not None
-
-
-def _fronted(info: Any, in_dims: Any, tensors: Any) -> list[Tensor | None]:
-    """The replicas' axis first; what they share is repeated without a copy."""
-    return [
-        None if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, in_dims, strict=False)
-    ]
 
 
 def _strides(x: Tensor, replicas: int) -> tuple[int, ...]:
