@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,14 @@ def _fused(rows: Tensor, kind: str) -> Tensor:
 def widen(x: Tensor) -> Tensor:
     """float32 for half precision, which has too few exponents for squares: 256^2 is infinite in float16."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def autocasted(*tensors: Tensor | None) -> Any:
+    """In the dtype that autocast asks for here, as it would for a convolution."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 def flatten_capsules(poses: Tensor) -> Tensor:
