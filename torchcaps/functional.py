@@ -141,6 +141,11 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
 
     Shapes: poses [b, j, d], targets [b, k] -> [b, k, j, d]
     """
+    if wanted(poses.device, replicas=True) and has_triton():
+        from torchcaps.fused import mask_triton
+
+        if mask_triton.takes(poses, targets):
+            return mask_triton.masked(poses, targets)
     others = targets[..., None] != torch.arange(poses.shape[1], device=poses.device)  # [b, k, j]
     return poses[:, None].masked_fill(others[..., None], 0)
 

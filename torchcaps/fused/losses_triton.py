@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.switch import fronted
+from torchcaps.fused.switch import fronted, strides_of
 
 MOST = 2**14  # numbers, which one program goes through
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -178,7 +178,7 @@ class _Margin(torch.autograd.Function):
         count = images * classes
         margin[(loss.numel(),)](
             lengths, labels, _or(weights, loss), loss, d_lengths, count, classes, labels.shape[-1],
-            *_strides(labels, len(replicas)), _strides(_or(weights, loss), len(replicas))[0], *margins, scale,
+            *strides_of(labels, len(replicas)), strides_of(_or(weights, loss), len(replicas))[0], *margins, scale,
             WEIGHTED=weights is not None, BLOCK=min(1024, triton.next_power_of_2(count)),
         )  # fmt: skip
         return loss, d_lengths
@@ -246,15 +246,10 @@ def _numbers(pictures: Tensor, target: Tensor, labels: Tensor | None) -> tuple[l
     size = pictures.shape[-3:].numel()
     target = target if target[(0,) * (target.dim() - 3)].is_contiguous() else target.contiguous()
     shared = target.dim() < pictures.dim()  # one target for all objects of an image
-    aims = _strides(target, len(replicas))[: 2 if shared else 3] + (0,) * shared
-    places = (0, 0, 0) if labels is None else _strides(labels, len(replicas))
+    aims = strides_of(target, len(replicas))[: 2 if shared else 3] + (0,) * shared
+    places = (0, 0, 0) if labels is None else strides_of(labels, len(replicas))
     given = [pictures.contiguous(), target, labels, size, objects, *aims, *places]
     return given, images * objects * size, size, labels is not None
-
-
-def _strides(x: Tensor, replicas: int) -> tuple[int, ...]:
-    """With that of the replicas first, which is 0 where there is no such axis."""
-    return x.stride() if replicas else (0, *x.stride())
 
 
 def _or(x: Tensor | None, unused: Tensor) -> Tensor:

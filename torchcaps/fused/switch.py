@@ -57,6 +57,11 @@ def fronted(info: Any, in_dims: Sequence[int | None], tensors: Sequence[Tensor |
     ]
 
 
+def strides_of(x: Tensor, replicas: int) -> tuple[int, ...]:
+    """With that of the replicas first, which is 0 where there is no such axis."""
+    return x.stride() if replicas else (0, *x.stride())
+
+
 def watched(module: nn.Module) -> bool:
     """Whether a hook waits for what goes into or comes out of this module, which kernels would pass by."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
