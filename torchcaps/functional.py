@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchcaps.fused import has_triton, wanted, watched
+from torchcaps.fused import autocasted, has_triton, wanted, watched
 
 
 def length(poses: Tensor, dim: int = -1) -> Tensor:
@@ -51,6 +51,23 @@ def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int) -> Tensor:
         if fits and isinstance(norm, nn.BatchNorm2d):
             return encap_triton.activation(features, norm, caps).unflatten(1, (caps, -1))
     return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)
+
+
+def whole_map_capsules(
+    features: Tensor, weight: Tensor, bias: Tensor | None, dim: int, nonlinearity: Callable[..., Tensor] | None
+) -> Tensor | None:
+    """The squashed sums of each channel by itself, over the whole map; None where there is no kernel for them.
+
+    Shapes: features [b, (c d), h, w], weight [(c d), 1, y, x], bias [(c d)] -> [b, c, d]
+    """
+    kind = "squash" if nonlinearity is squash else "squash_exp" if nonlinearity is squash_exp else None
+    if kind is not None and wanted(features.device, replicas=True) and has_triton():
+        from torchcaps.fused import window_triton
+
+        features, weight = autocasted(features, weight)
+        if window_triton.takes(features, weight, bias, dim):
+            return window_triton.capsules(features, weight, bias, dim, kind)
+    return None
 
 
 def gated(first: Tensor, second: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
@@ -118,14 +135,6 @@ def _fused(rows: Tensor, kind: str) -> Tensor:
 def widen(x: Tensor) -> Tensor:
     """float32 for half precision, which has too few exponents for squares: 256^2 is infinite in float16."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def autocasted(*tensors: Tensor | None) -> Any:
-    """In the dtype that autocast asks for here, as it would for a convolution."""
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 def flatten_capsules(poses: Tensor) -> Tensor:

@@ -62,6 +62,14 @@ def strides_of(x: Tensor, replicas: int) -> tuple[int, ...]:
     return x.stride() if replicas else (0, *x.stride())
 
 
+def autocasted(*tensors: Tensor | None) -> Any:
+    """In the dtype that autocast asks for here, as it would for a convolution."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
+
+
 def watched(module: nn.Module) -> bool:
     """Whether a hook waits for what goes into or comes out of this module, which kernels would pass by."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import autocasted
-from torchcaps.fused import has_triton, wanted, watched
+from torchcaps.fused import autocasted, has_triton, wanted, watched
 
 CONV = ([nn.Conv2d, nn.ReLU, nn.BatchNorm2d], [nn.Conv2d, nn.BatchNorm2d, nn.ReLU])
 LINEAR = ([nn.Linear, nn.ReLU], [nn.Linear, nn.Sigmoid])

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import autocasted, layer_norm, squash, squash_exp
-from torchcaps.fused import has_triton, wanted
+from torchcaps.functional import layer_norm, whole_map_capsules
 from torchcaps.layers.same import conv_same
 from torchcaps.layers.sizes import out_size
 from torchcaps.ops import conv_cpu
 from torchcaps.types import Capsules
-
-SQUASHES: dict[Any, str] = {squash: "squash", squash_exp: "squash_exp"}
 
 
 class PrimaryCaps(nn.Module):
@@ -68,8 +64,10 @@ class PrimaryCaps(nn.Module):
     def forward(self, features: Tensor) -> Capsules:
         conv = self.conv
         weight = conv.weight if self.scale == 1.0 else conv.weight * self.scale
-        if (poses := self._whole_map(features, weight)) is not None:
-            return Capsules(poses[..., None, None])
+        if self._sees_all(features):
+            whole = whole_map_capsules(features, weight, conv.bias, self.dim, self.nonlinearity)
+            if whole is not None:
+                return Capsules(whole[..., None, None])
         if self.same:
             maps = conv_same(features, weight, conv.bias, conv.stride[0], conv.groups)
         elif conv.padding == (0, 0) and conv.groups > 1 and conv_cpu.covers(features, weight):
@@ -83,19 +81,11 @@ class PrimaryCaps(nn.Module):
             poses = self._nonlinear(poses.movedim(2, -1)).movedim(-1, 2)
         return Capsules(poses, None if self.activation is None else torch.sigmoid(self.activation(features)))
 
-    def _whole_map(self, features: Tensor, weight: Tensor) -> Tensor | None:
-        """The poses from the kernel for a window as large as the map. Shapes: [b, f, h, w] -> [b, c, d] or None"""
-        conv, kind = self.conv, SQUASHES.get(self.nonlinearity)
-        if kind is None or conv.groups == 1 or conv.padding != (0, 0) or self.same or self.activation is not None:
-            return None
-        if not wanted(features.device, replicas=True) or not has_triton():
-            return None
-        from torchcaps.fused import window_triton
-
-        features, weight = autocasted(features, weight)
-        if not window_triton.takes(features, weight, conv.bias, self.dim):
-            return None
-        return window_triton.capsules(features, weight, conv.bias, self.dim, kind)
+    def _sees_all(self, features: Tensor) -> bool:
+        """Whether each channel's window is the whole map, and nothing else looks at it."""
+        conv = self.conv
+        plain = conv.padding == (0, 0) and not self.same and self.activation is None
+        return plain and conv.groups == conv.in_channels and conv.kernel_size == features.shape[2:]
 
     def _nonlinear(self, poses: Tensor) -> Tensor:
         norm = self.nonlinearity

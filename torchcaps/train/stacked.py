@@ -21,7 +21,8 @@ from torch._prims_common import suggest_memory_format
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
-from torchcaps.functional import autocasted, length, squash, squash_exp
+from torchcaps.functional import length, squash, squash_exp
+from torchcaps.fused import autocasted
 
 
 class Stack:
