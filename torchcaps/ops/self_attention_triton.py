@@ -99,7 +99,7 @@ def attend(
 def attend_backward(
     poses, weight, prior, d_parents, d_lengths, d_poses, d_votes, d_prior, scale, on_r, on_n,
     C: tl.constexpr, A: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-    CP: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr,
+    CP: tl.constexpr, AP: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Shapes: d_votes [r, n, C, J, D], d_prior [r, n, C, J]"""
     image, replica = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -129,10 +129,13 @@ def attend_backward(
     d_total = tl.sum(d_agreement * votes, 0)[None]
     grad = tl.where(there, coupling * d_mixture + d_agreement * total + d_total, 0.0)
     tl.store(d_votes + own * (C * J * D) + at, grad, mask=there)
-    i = tl.arange(0, CP)
+    i, entry = tl.arange(0, CP)[:, None], tl.arange(0, AP)[None, :]
+    to_poses = tl.zeros((CP, JP, AP), tl.float32)  # of each parent, so that they are added up once for all entries
     for a in tl.static_range(A):
-        entry = tl.sum(tl.sum(grad * _weight(weight, a, at, there, A, J, D, CP), 2), 1)
-        tl.store(d_poses + i * A + a, entry.to(d_poses.dtype.element_ty), mask=i < C)
+        part = tl.sum(grad * _weight(weight, a, at, there, A, J, D, CP), 2)[:, :, None]
+        to_poses = tl.where(entry[None] == a, part, to_poses)
+    places = d_poses + i * A + entry
+    tl.store(places, tl.sum(to_poses, 1).to(d_poses.dtype.element_ty), mask=(i < C) & (entry < A))
 
 
 @triton.jit
@@ -236,14 +239,14 @@ class _SelfAttention(torch.autograd.Function):
         d_votes = torch.empty(*lead, i, j, d, **new)
         d_pairs = None if prior is None else torch.empty(*lead, i, j, **new)
         d_prior = None if prior is None else torch.empty(prior.shape, **new)
-        grid = _grid(poses)
+        grid, padded = _grid(poses), triton.next_power_of_2(a)
         attend_backward[grid](
             poses, weight, prior, d_parents, d_lengths, d_poses, d_votes, d_pairs, ctx.scale, *places, **sizes,
-            num_warps=8,
+            AP=padded, num_warps=8,
         )  # fmt: skip
         attend_to_weights[(i, triton.cdiv(j * d, COLUMNS), grid[1])](
             poses, d_votes, d_pairs, d_weight, d_prior, grid[0], *places,
-            C=i, A=a, J=j, D=d, AP=triton.next_power_of_2(a), JP=sizes["JP"], N=IMAGES, W=COLUMNS,
+            C=i, A=a, J=j, D=d, AP=padded, JP=sizes["JP"], N=IMAGES, W=COLUMNS,
         )  # fmt: skip
         return d_poses, d_weight, d_prior, None, None
 
