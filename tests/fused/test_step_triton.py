@@ -1,5 +1,6 @@
 """The loss terms of a whole network and every gradient of them, in kernels against plain PyTorch in float64."""
 
+import pytest
 import torch
 from torch.func import functional_call
 
@@ -13,6 +14,11 @@ from torchcaps.train.step import loss_terms
 
 pytestmark = OPT_IN
 RECIPE = Recipe("efficient_capsnet", "digits", reconstruction=0.392, reconstruction_reduction="mean")
+
+
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def network():
