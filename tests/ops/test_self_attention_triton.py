@@ -94,9 +94,9 @@ def test_layout_scale_and_nothing():
 
 
 def test_what_does_not_fit_runs_in_pieces():
-    assert takes(Votes(drawn(2, 16, 16), drawn(16, 16, 10, 32)))
-    assert not takes(Votes(drawn(2, 17, 16), drawn(17, 16, 10, 32)))
-    assert not takes(Votes(drawn(2, 16, 17), drawn(16, 17, 10, 32)))
+    assert takes(Votes(drawn(2, 16, 16), drawn(16, 16, 10, 16)))
+    assert not takes(Votes(drawn(2, 17, 16), drawn(17, 16, 10, 16)))
+    assert not takes(Votes(drawn(2, 16, 17), drawn(16, 17, 10, 16)))
     assert not takes(Votes(drawn(2, 16, 4), drawn(8, 4, 10, 8)))
     assert not takes(Votes(drawn(2, 16, 4), drawn(16, 2, 10, 8)))
-    assert not takes(Votes(drawn(500, 16, 4), drawn(16, 4, 16, 32)))
+    assert not takes(Votes(drawn(600, 16, 4), drawn(16, 4, 16, 16)))

@@ -22,6 +22,7 @@ from torchcaps.fused.switch import fronted
 CHANNELS = 16  # of a program, or as many as a capsule has
 PIXELS = 128  # that are added up at a time
 IMAGES, FEW_PIXELS = 16, 8  # the same backward
+LONGEST = 32  # of the capsules, which a program has whole
 MOST = 512  # images: backward, a program goes through all of them
 
 
@@ -98,7 +99,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> bool:
         and weight.shape[1] == 1
         and 0 < len(x) <= MOST
         and 0 < x.numel() < 2**31
-        and dim == triton.next_power_of_2(dim) <= 128
+        and dim == triton.next_power_of_2(dim) <= LONGEST
         and (x.device.type == "cuda" or bool(triton.knobs.runtime.interpret))
         and (all(replicas) or (not any(replicas) and x.is_contiguous(memory_format=torch.channels_last)))
     )

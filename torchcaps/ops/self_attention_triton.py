@@ -21,7 +21,7 @@ from torchcaps.fused.rows_triton import factors
 from torchcaps.fused.switch import fronted
 from torchcaps.ops.votes import Votes
 
-MOST = 2**13  # votes times their size of an image, padded
+MOST = 2**12  # votes times their size of an image, padded: of more, too many are in registers at once
 FEW = 2**21  # of all images
 LONGEST = 16  # of the children's poses
 IMAGES, COLUMNS = 16, 32  # of which a program adds up the weights' gradient at a time
