@@ -57,3 +57,5 @@ def test_what_does_not_fit():
     assert not takes(drawn(33, 3), drawn(5, 3), drawn(5))
     assert not takes(drawn(3, 3), drawn(5, 3).half(), drawn(5))
     assert not takes(drawn(3, 3), drawn(5, 3), drawn(5).half())
+    assert not takes(drawn(3, 4), drawn(5, 3), drawn(5))
+    assert not takes(drawn(3, 3), drawn(5, 3), drawn(4))

@@ -45,3 +45,12 @@ def test_replicas(monkeypatch):
 
     poses = torch.randn(3, 5, 7, 4, device=DEVICE)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), [poses], torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (4,)])
+def test_targets_of_another_shape_are_left_to_torch(shape):
+    poses, targets = torch.rand(4, 3, 5, device=DEVICE), torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+    from torchcaps.fused.mask_triton import takes
+
+    assert not takes(poses, targets)
+    assert takes(poses, torch.zeros(4, 2, dtype=torch.int64, device=DEVICE))

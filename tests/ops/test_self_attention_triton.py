@@ -82,6 +82,16 @@ def test_either_output_alone(which, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
+@pytest.mark.parametrize("layout", ["part of the children", "every second image", "one image for all"])
+def test_poses_that_lie_apart(layout, monkeypatch):
+    def function(poses, weight):
+        some = {"part of the children": poses[:, :7], "every second image": poses[::2, :7]}
+        return routed(some.get(layout, poses[:1, :7].expand(3, 7, 4)), weight)
+
+    inputs = [drawn(5, 9, 4), drawn(7, 4, 3, 6)]
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
 def test_layout_scale_and_nothing():
     poses, weight = drawn(3, 4, 7).mT, drawn(7, 4, 3, 6)
     ours, theirs = (on(name, partial(routed, scale=0.3))(poses, weight) for name in ("triton", "torch"))

@@ -89,7 +89,7 @@ def _to_weight(
     found = tl.dot(tl.trans(grad.to(known.dtype)), known, input_precision=PRECISION)
     places = d_weight + out[:, None] * ins + column
     tl.store(places, found.to(d_weight.dtype.element_ty), mask=(out < outs)[:, None] & (column < ins))
-    tl.store(d_bias + out, tl.sum(grad, 0), mask=(out < outs) & (block % across == 0))
+    tl.store(d_bias + out, tl.sum(grad, 0), mask=out < tl.where(block % across == 0, outs, 0))
 
 
 @triton.jit
@@ -120,6 +120,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
         x.dtype == weight.dtype
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and bias.dtype == torch.float32
+        and (x.shape[1], len(bias)) == (weight.shape[1], len(weight))
         and 0 < len(x) <= ROWS
         and 0 < weight.numel() < 2**31
         and (x.device.type == "cuda" or bool(triton.knobs.runtime.interpret))

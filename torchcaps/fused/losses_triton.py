@@ -82,7 +82,7 @@ def squared_errors(
     each, scale, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for `each` pixels of a replica. Shapes: pictures [r, (b k c h w)], labels [r, b, k] -> sums [r, s]"""
-    begin = tl.program_id(0).to(tl.int64) * each
+    begin = tl.program_id(0) * each
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, each, BLOCK):
         error = errors_of(
@@ -98,7 +98,7 @@ def squared_errors_backward(
     pictures, target, labels, d_loss, d_pictures, count, size, objects, target_on_r, target_on_b, target_on_k, on_r,
     on_b, on_k, loss_on_r, scale, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     error = errors_of(
         pictures, target, labels, at, count, count, size, objects,
         target_on_r, target_on_b, target_on_k, on_r, on_b, on_k, MASKED,
@@ -125,7 +125,7 @@ def takes_margin(lengths: Tensor) -> bool:
 
 
 def takes_reconstruction(pictures: Tensor, target: Tensor) -> bool:
-    return _takes(pictures) and _takes(target) and pictures.numel() > 0 and not target.requires_grad
+    return _takes(pictures) and _takes(target) and 0 < pictures.numel() < 2**30 and not target.requires_grad
 
 
 def tally(totals: Tensor, good: Tensor, values: Tensor, images: int) -> bool:
@@ -192,7 +192,9 @@ class _Margin(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, d_loss: Tensor | None, _: Any) -> Any:
+        if d_loss is None:
+            return (None,) * 5
         (d_lengths,) = ctx.saved_tensors
         scaled = torch.empty_like(d_lengths, dtype=ctx.dtype)
         return torch.mul(d_lengths, d_loss[..., None, None], out=scaled), None, None, None, None

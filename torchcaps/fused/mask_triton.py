@@ -55,6 +55,8 @@ def mask_backward(
 def takes(poses: Tensor, targets: Tensor) -> bool:
     return (
         poses.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and targets.dim() == 2
+        and len(targets) == len(poses)
         and 0 < poses.numel() * targets.shape[1] < 2**31
         and (poses.device.type == "cuda" or bool(triton.knobs.runtime.interpret))
     )

@@ -63,11 +63,12 @@ def strides_of(x: Tensor, replicas: int) -> tuple[int, ...]:
 
 
 def autocasted(*tensors: Tensor | None) -> Any:
-    """In the dtype that autocast asks for here, as it would for a convolution."""
+    """In the dtype that autocast asks for here, as it would for a convolution; it leaves float64 alone."""
     device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def watched(module: nn.Module) -> bool:

@@ -82,7 +82,7 @@ def window_backward(
         tl.store(d_x + at, (grad[:, None, :] * gain[None]).to(d_x.dtype.element_ty), mask=there)
     tl.store(d_weight + places, to_weight.to(d_weight.dtype.element_ty), mask=inside)
     if d_bias is not None:
-        tl.store(d_bias + channel, to_bias, mask=(channel < channels) & (tl.program_id(0) == 0))
+        tl.store(d_bias + channel, to_bias, mask=channel < tl.where(tl.program_id(0) == 0, channels, 0))
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> bool:
@@ -134,7 +134,9 @@ class _Window(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, d_y: Tensor | None, _: Any) -> Any:
+        if d_y is None:
+            return (None,) * 5
         x, weight, sums = ctx.saved_tensors
         dim, kind = ctx.options
         images, channels = sums.shape

@@ -113,7 +113,7 @@ def _rehearse(function: Callable[..., Any], args: tuple[Any, ...], grad: bool) -
 class _Ahead:
     """Where Triton hands in what it would compile."""
 
-    def submit(self, key: str, compiled: Callable[[], Any], keep: Callable[[Any], None]) -> _Coming:
+    def submit(self, key: str, compiled: Callable[[], Any], keep: Callable[[Any], None], *more: Any) -> _Coming:
         return _Coming(compiled, keep)
 
 
@@ -134,10 +134,18 @@ class _Coming:
     def result(self) -> Any:
         try:
             kernel = self.future.result()
+        except KeyboardInterrupt:
+            _threads().shutdown(wait=False, cancel_futures=True)  # or they would all be compiled before the exit
+            _threads.cache_clear()
+            raise
         except Exception:
             kernel = self.compiled()  # fails as it would have without threads, if it does
         self.keep(kernel)
         return kernel
+
+    def __getattr__(self, name: str) -> Any:
+        """Later Tritons take what stands in their cache for the kernel itself."""
+        return getattr(self.result(), name)
 
 
 @cache

@@ -50,7 +50,8 @@ def in_full_precision(routing: R) -> R:
 def product_dtype(votes: Votes) -> torch.dtype:
     """Autocast's, or that of the poses."""
     device = votes.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else votes.poses.dtype
+    asked = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if asked else votes.poses.dtype
 
 
 def _widen(x: Any) -> Any:

@@ -104,7 +104,6 @@ def attend_backward(
     """Shapes: d_votes [r, n, C, J, D], d_prior [r, n, C, J]"""
     image, replica = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     poses += replica * on_r + image * on_n
-    d_poses += replica * on_r + image * on_n
     weight += replica * (C * A * J * D)
     if prior is not None:
         prior += replica * (C * J)
@@ -112,6 +111,7 @@ def attend_backward(
     at, there, pairs, is_pair, rows, is_row = _places(C, J, D, CP, JP, DP)
     factor, slope = factors(norm, "squash_exp")
     own = replica * tl.num_programs(0) + image
+    d_poses += own * (C * A)
     along = tl.zeros((1, JP, 1), tl.float32)
     d_mixture = tl.zeros((1, JP, DP), tl.float32)
     if d_lengths is not None:
@@ -169,14 +169,14 @@ def attend_to_weights(
     places = d_weight + (own * A + a[:, None]) * (J * D) + column[None, :]
     tl.store(places, to_weight, mask=(a < A)[:, None] & (column < J * D)[None, :])
     if d_prior is not None:
-        tl.store(d_priors + own * J + j, to_prior, mask=(j < J) & (tl.program_id(1) == 0))
+        tl.store(d_priors + own * J + j, to_prior, mask=j < tl.where(tl.program_id(1) == 0, J, 0))
 
 
 def takes(votes: Votes) -> bool:
     """Whether these are few votes of vectors, of one network or, under vmap, of its replicas."""
     poses, weight = votes.poses, votes.weight
     replicas = [torch._C._functorch.is_batchedtensor(x) for x in (poses, weight)]
-    sizes = votes.in_caps, votes.parents, votes.dim
+    sizes = votes.in_caps, votes.parents, max(votes.dim, votes.child_dim)
     return (
         votes.window is None
         and votes.offset is None
@@ -235,7 +235,8 @@ class _SelfAttention(torch.autograd.Function):
         d_parents, d_lengths = (None if x is None else x.contiguous() for x in (d_parents, d_lengths))
         new = {"dtype": torch.float32, "device": poses.device}
         lead, (i, a, j, d) = poses.shape[:-2], weight.shape[-4:]
-        d_poses, d_weight = torch.empty_like(poses), torch.empty(weight.shape, **new)
+        d_poses = torch.empty(poses.shape, dtype=poses.dtype, device=poses.device)
+        d_weight = torch.empty(weight.shape, **new)
         d_votes = torch.empty(*lead, i, j, d, **new)
         d_pairs = None if prior is None else torch.empty(*lead, i, j, **new)
         d_prior = None if prior is None else torch.empty(prior.shape, **new)

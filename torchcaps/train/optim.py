@@ -249,9 +249,10 @@ def set_rates(optimizer: Optimizer, recipe: Recipe, step: int, steps_per_epoch: 
 
 def _fill(tensor: Tensor, value: float) -> None:
     """Launches nothing where this is what the tensor was last filled with, and nobody has written to it since."""
-    if getattr(tensor, "filled", None) != (value, tensor._version):
+    place = tensor.data_ptr()  # another for a copy, which carries along what is remembered here
+    if getattr(tensor, "filled", None) != (value, place, tensor._version):
         tensor.fill_(value)
-        tensor.filled = value, tensor._version  # type: ignore[attr-defined]
+        tensor.filled = value, place, tensor._version  # type: ignore[attr-defined]
 
 
 def load_moments(optimizer: Optimizer, moments: dict[Any, Any]) -> None:
