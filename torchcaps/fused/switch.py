@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -46,6 +47,28 @@ def wanted(device: torch.device, replicas: bool = False) -> bool:
         return False  # Triton launches on the current device
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     return not transforms or (replicas and [t.key() for t in transforms] == [torch._C._functorch.TransformType.Vmap])
+
+
+def fronted(info: Any, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Within a function's vmap: the replicas' axis first; what they share is repeated without a copy."""
+    return [
+        None if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, in_dims, strict=False)
+    ]
+
+
+def strides_of(x: Tensor, replicas: int) -> tuple[int, ...]:
+    """With that of the replicas first, which is 0 where there is no such axis."""
+    return x.stride() if replicas else (0, *x.stride())
+
+
+def autocasted(*tensors: Tensor | None) -> Any:
+    """In the dtype that autocast asks for here, as it would for a convolution; it leaves float64 alone."""
+    device = next(t for t in tensors if t is not None).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def watched(module: nn.Module) -> bool:

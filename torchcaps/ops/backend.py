@@ -9,7 +9,7 @@ from torch import Tensor
 from torchcaps.fused import backend, has_triton, switch, wanted
 from torchcaps.ops.votes import StoredVotes, Votes
 
-__all__ = ["attends_fused", "backend", "convolves_fused", "runs_fused", "runs_in_cache"]
+__all__ = ["attends_fused", "attends_itself_fused", "backend", "convolves_fused", "runs_fused", "runs_in_cache"]
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -36,6 +36,15 @@ def attends_fused(votes: Tensor, kernel: Tensor) -> bool:
     from torchcaps.ops.attention_triton import takes
 
     return takes(votes, kernel)
+
+
+def attends_itself_fused(votes: Votes) -> bool:
+    """Whether there is a kernel for the whole of self-attention routing of these votes."""
+    if isinstance(votes, StoredVotes) or not wanted(votes.device, replicas=True) or not has_triton():
+        return False
+    from torchcaps.ops.self_attention_triton import takes
+
+    return takes(votes)
 
 
 def convolves_fused(x: Tensor, weight: Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.em_forward_triton import (
     FITTED,
     GIVEN,
@@ -34,6 +35,7 @@ from torchcaps.ops.votes_triton import (
 )
 
 
+@launched
 @triton.jit
 def em_backward_gather(
     poses, weight, offset, centre, precision, score, log_total, d_mass, d_first, d_second, d_gates, per_split, S,
@@ -61,6 +63,7 @@ def em_backward_gather(
         tl.store(d_gates + at, over_parents(coupling * d_share), mask=there)
 
 
+@launched
 @triton.jit
 def em_backward(
     poses, weight, offset, gates, centre, precision, score, log_total, total, d_mass, d_first, d_second, d_poses,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchcaps.fused.rows_triton import cut_rows, rows_at
+from torchcaps.ops.ahead_triton import launched
 
 
 @triton.jit
@@ -50,6 +51,7 @@ def fit(zeroth, once, twice, centre, floor, there):
     return least, whole, first, second, moved, spread, tl.where(there, tl.maximum(spread, 0.0) + floor, 1.0)
 
 
+@launched
 @triton.jit
 def em_fit_forward(
     mass, first, second, centre, beta_u, beta_a, mean, precision, score, above, temperature, floor, splits, rows, J,
@@ -73,6 +75,7 @@ def em_fit_forward(
         tl.store(score + row, tl.minimum(logit, 0.0) - tl.log(1 + small) - logs, mask=row < rows)
 
 
+@launched
 @triton.jit
 def em_fit_backward(
     mass, first, second, centre, beta_u, beta_a, d_mean, d_precision, d_score, d_above, d_mass, d_first, d_second,

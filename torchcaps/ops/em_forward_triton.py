@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.votes_triton import (
     alone,
     cast_votes,
@@ -89,6 +90,7 @@ def no_entries(T: tl.constexpr):
     return tl.zeros((T.JB, T.BN, T.C, T.EH, T.JL, T.EL), dtype=tl.float32)
 
 
+@launched
 @triton.jit
 def em_gather(
     poses, weight, offset, centre, precision, score, gathered, per_split, S, T: tl.constexpr,
@@ -115,6 +117,7 @@ def em_gather(
         tl.store(gathered + at, top + tl.log(total), mask=there)
 
 
+@launched
 @triton.jit
 def em_forward(
     poses, weight, offset, gates, centre, precision, score, log_total, mass, first, second, nothing, per_split, S,

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from torchcaps.ops.ahead_triton import launched
+
 
 class Tile(NamedTuple):
     """What a kernel knows when it is compiled. Poses have M rows of A, votes M rows of E; AP and EH * EL are padded.
@@ -147,6 +149,7 @@ def packed_at(i, j, S, T: tl.constexpr):
     return row[:, :, None] * columns + tl.arange(0, columns)[None, None, :]
 
 
+@launched
 @triton.jit
 def pack(weight, packed, S, T: tl.constexpr, PLAIN: tl.constexpr):
     """Args: PLAIN: T, but for weights as they are."""

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.plan_triton import Plan
 from torchcaps.ops.windows import Window
 
@@ -24,6 +25,7 @@ def window_over(y, x, tap, there, S, KS: tl.constexpr, STRIDE: tl.constexpr):
     return row * S.X + col, seen & (row < S.Y) & (col < S.X)
 
 
+@launched
 @triton.jit
 def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Adds up what each child got from all blocks of parents in all its windows.
@@ -49,6 +51,7 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
     tl.store(poses + image * (H * W * CAPS * P) + at, total.to(poses.dtype.element_ty), mask=y < H)
 
 
+@launched
 @triton.jit
 def over_windows(
     x, factor, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
@@ -85,6 +88,7 @@ def over_windows(
     tl.store(out + image * (sites * S.I) + at, total, mask=there)
 
 
+@launched
 @triton.jit
 def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Divides what belongs to children, summed over blocks, by the parents in all windows that compete for them.

@@ -22,6 +22,7 @@ from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
 from torchcaps.functional import length, squash, squash_exp
+from torchcaps.fused import autocasted
 
 
 class Stack:
@@ -166,7 +167,7 @@ class _Conv(_Rule):
         if form == "triton" and groups == 1 and (found := _even(stride, padding, dilation)) is not None:
             from torchcaps.ops.replica_conv import ReplicaConv, suits
 
-            cast = _autocast(stacked.transpose(0, 1), kernels, offsets)
+            cast = autocasted(stacked.transpose(0, 1), kernels, offsets)
             if suits(*cast[:2]):
                 return ReplicaConv.apply(*cast, *found), 1
         if in_dims[0] is None and groups == 1:  # the images are the same: one convolution with more channels
@@ -186,7 +187,7 @@ def _whole_window(images: Tensor, kernels: Tensor, offsets: Tensor | None) -> Te
 
     Shapes: images [b, r, c, h, w], kernels [r, c, 1, h, w], offsets [r, c] -> [b, r, c, 1, 1]
     """
-    images, kernels, offsets = _autocast(images, kernels, offsets)
+    images, kernels, offsets = autocasted(images, kernels, offsets)
     sums = (images * kernels.squeeze(2)).sum((3, 4), keepdim=True)
     return sums if offsets is None else sums + offsets[:, :, None, None]
 
@@ -199,14 +200,6 @@ def _even(stride: Any, padding: Any, dilation: Any) -> tuple[int, int] | None:
     return pairs[0][0], pairs[1][0]
 
 
-def _autocast(*tensors: Tensor | None) -> Any:
-    """In the type that autocast asks for here, as it would for a convolution."""
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
-
-
 class _Linear(_Rule):
     """One batched product with the bias in it, where vmap adds the bias in float32.
 
@@ -216,7 +209,7 @@ class _Linear(_Rule):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         found = (_front(t, dim, info.batch_size) for t, dim in zip((x, weight, bias), in_dims, strict=True))
-        stacked, kernels, offsets = _autocast(*found)
+        stacked, kernels, offsets = autocasted(*found)
         rows = stacked.flatten(1, -2) if stacked.dim() > 2 else stacked[:, None]
         out = rows @ kernels.mT if offsets is None else _Products.apply(rows, kernels, offsets)
         return out.reshape(*stacked.shape[:-1], -1), 0
