@@ -84,6 +84,25 @@ def gated(first: Tensor, second: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
     return m1.unsqueeze(2) * first + m2.unsqueeze(2) * second
 
 
+def gated_by(first: Tensor, second: Tensor, m1: nn.Conv2d, m2: nn.Conv2d, cross: bool) -> tuple[Tensor, Tensor] | None:
+    """As `gated`, with 3 x 3 convolutions that read m1 and m2 off the votes; None where there is no kernel for it.
+
+    Args:
+        cross: m1 is read off the second vote and m2 off the first.
+
+    Shapes: first and second [b, c, d, h, w] -> [b, c, d, h, w], and m1 and m2, without a gradient, [b, 2, c, h, w]
+    """
+    if not wanted(first.device) or not has_triton() or watched(m1) or watched(m2):
+        return None
+    from torchcaps.fused import gate_triton
+
+    rows = first.movedim(2, -1), second.movedim(2, -1)
+    if not gate_triton.takes_mixture(*rows, m1, m2):
+        return None
+    mixture, coefficients = gate_triton.mixture(*rows, *autocasted(m1.weight, m1.bias, m2.weight, m2.bias), cross)
+    return mixture.movedim(-1, 2), coefficients
+
+
 def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:
     """Mazzia's squash, (1 - exp(-|s|)) s / |s|; the factor (1 - exp(-|s|)) / |s| tends to 1 at 0.
 

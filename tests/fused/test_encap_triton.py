@@ -1,6 +1,7 @@
 """EncapNet's kernels against plain PyTorch: outputs, every gradient and the running statistics."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -118,6 +119,47 @@ def test_the_gate_takes_channels_last_votes_only():
     assert not takes_gate(votes.contiguous(), votes, m, m)
     assert not takes_gate(votes, votes, m.contiguous(), m)
     assert not takes_gate(votes, votes, m.half(), m)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("version", ["v3", "v4"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_gate_with_its_coefficients(size, version, dtype, monkeypatch):
+    b, c, d, h, w = SIZES[size]
+    routing = MasterAide(c, d, d, version=version).to(DEVICE, memory_format=torch.channels_last)
+    names = [name for name, _ in routing.named_parameters()]
+
+    def run(first, second, *parameters):
+        votes = [x.contiguous(memory_format=torch.channels_last).unflatten(1, (c, d)) for x in (first, second)]
+        mixed = functional_call(routing, dict(zip(names, parameters, strict=True)), (*votes, votes[0]))
+        return mixed.poses, mixed.coupling.detach()
+
+    def without_formula(*inputs):
+        with monkeypatch.context() as patch, backend("triton"):
+            patch.setattr(sys.modules[MasterAide.__module__], "gated", None)
+            return run(*inputs)
+
+    votes = [channels_last(b, c, d, h, w), channels_last(b, c, d, h, w) + 1]
+    inputs = votes + [drawn(*parameter.shape) for parameter in routing.parameters()]
+    assert_as_accurate(without_formula, on("torch", run), inputs, dtype)
+
+
+def test_the_coefficients_kernels_take_their_own_convolutions_only():
+    from torchcaps.fused.gate_triton import takes_mixture
+
+    votes = channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1)
+    conv = nn.Conv2d(12, 4, 3, padding=1, groups=4)
+    assert takes_mixture(votes, votes, conv, conv)
+    assert not takes_mixture(votes.contiguous(), votes, conv, conv)
+    assert not takes_mixture(votes, votes.half(), conv, conv)
+    assert not takes_mixture(votes, votes, conv, copy.deepcopy(conv).to(memory_format=torch.channels_last))
+    for other in (
+        nn.Conv2d(12, 4, 3, padding=1),
+        nn.Conv2d(12, 4, 3, padding=0, groups=4),
+        nn.Conv2d(12, 4, 3, padding=1, groups=4, bias=False),
+        nn.Conv2d(12, 4, 3, padding=1, groups=4, stride=2),
+    ):
+        assert not takes_mixture(votes, votes, other, other)
 
 
 def test_a_whole_layer_in_training(monkeypatch):
