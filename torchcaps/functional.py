@@ -39,18 +39,31 @@ def squash(poses: Tensor, dim: int = -1) -> Tensor:
     return (s * (norm / (1 + norm * norm))).to(poses.dtype)
 
 
-def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int) -> Tensor:
+def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int, bias: Tensor | None = None) -> Tensor:
     """Batch norm over the channels, ReLU, and the squash of each capsule among them.
 
-    Shapes: [b, (c d), h, w] -> [b, c, d, h, w]
+    Args:
+        bias: what a convolution before it has not added yet, see `leaves_bias`.
+
+    Shapes: features [b, (c d), h, w], bias [(c d)] -> [b, c, d, h, w]
     """
     if wanted(features.device) and has_triton():
         from torchcaps.fused import encap_triton
 
-        fits = encap_triton.takes_activation(features, norm, caps) and not watched(norm)
+        fits = encap_triton.takes_activation(features, norm, caps, bias) and not watched(norm)
         if fits and isinstance(norm, nn.BatchNorm2d):
-            return encap_triton.activation(features, norm, caps).unflatten(1, (caps, -1))
+            return encap_triton.activation(features, norm, caps, bias).unflatten(1, (caps, -1))
+    if bias is not None:
+        features = features + bias.to(features.dtype)[:, None, None]
     return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)
+
+
+def leaves_bias(features: Tensor, conv: nn.Module, norm: nn.Module) -> bool:
+    """Whether a convolution of these features leaves its bias to `norm_relu_squash`.
+
+    The batch norm of a training step takes out what a bias adds, which only the running mean needs to hear of.
+    """
+    return norm.training and wanted(features.device) and has_triton() and not watched(conv) and not watched(norm)
 
 
 def whole_map_capsules(
@@ -99,7 +112,8 @@ def gated_by(first: Tensor, second: Tensor, m1: nn.Conv2d, m2: nn.Conv2d, cross:
     rows = first.movedim(2, -1), second.movedim(2, -1)
     if not gate_triton.takes_mixture(*rows, m1, m2):
         return None
-    mixture, coefficients = gate_triton.mixture(*rows, *autocasted(m1.weight, m1.bias, m2.weight, m2.bias), cross)
+    weight1, bias1, weight2, bias2 = autocasted(m1.weight, m1.bias, m2.weight, m2.bias)
+    mixture, coefficients = gate_triton.mixture(*rows, weight1, bias1, weight2, bias2, cross)
     return mixture.movedim(-1, 2), coefficients
 
 

@@ -64,6 +64,25 @@ def test_activation(size, monkeypatch):
     assert_as_accurate(without_formula, on("torch", run), inputs, torch.float32)
 
 
+def test_activation_with_a_bias_not_yet_added(monkeypatch):
+    norm = nn.BatchNorm2d(16).to(DEVICE)
+
+    def run(x, bias, fused=False):
+        own = copy.deepcopy(norm).to(x.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = norm_relu_squash(x, own, 8, bias) if fused else norm_relu_squash(x + bias[:, None, None], own, 8)
+        return y, own.running_mean.detach(), own.running_var.detach(), own.num_batches_tracked.to(x.dtype)
+
+    def without_formula(*inputs):
+        with monkeypatch.context() as patch, backend("triton"):
+            patch.setattr(functional, "squash", None)
+            return run(*inputs, fused=True)
+
+    inputs = [2 * channels_last(5, 8, 2, 3, 7), 3 * drawn(16)]
+    assert_as_accurate(without_formula, on("torch", run), inputs, torch.float32)
+    assert_as_accurate(lambda *inputs: run(*inputs, fused=True), run, inputs, torch.float32)
+
+
 def test_activation_in_many_programs(monkeypatch):
     from torchcaps.fused import encap_triton
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.norm_triton import trains
+from torchcaps.fused.norm_triton import statistics, trains
 from torchcaps.fused.rows_triton import (
     NUMBERS,
     PROGRAMS,
@@ -81,7 +81,10 @@ def activation_sums(
     x, mean, scale, weight, bias, d_y, sums, pixels, per_program,
     CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Each program leaves its own sums, of the gradients to weight and bias. Shapes: sums [programs, 2, CAPS, D]"""
+    """Each program leaves its own sums, of the gradients to weight and bias, and 0 for a bias that the norm takes out.
+
+    Shapes: sums [programs, 3, CAPS, D]
+    """
     to_weight, to_bias = tl.zeros((CAPS, DP), tl.float32), tl.zeros((CAPS, DP), tl.float32)
     for k in range(per_program):
         at, there = _places(pixels, tl.program_id(0) * per_program + k, CAPS, D, DP, P)
@@ -90,9 +93,10 @@ def activation_sums(
         to_weight += tl.sum(grad * unit, 0)
         to_bias += tl.sum(grad, 0)
     entry = tl.arange(0, DP)[None, :]
-    own = tl.program_id(0) * 2 * CAPS * D + tl.arange(0, CAPS)[:, None] * D + entry
+    own = tl.program_id(0) * 3 * CAPS * D + tl.arange(0, CAPS)[:, None] * D + entry
     tl.store(sums + own, to_weight, mask=entry < D)
     tl.store(sums + own + CAPS * D, to_bias, mask=entry < D)
+    tl.store(sums + own + 2 * CAPS * D, tl.zeros((CAPS, DP), tl.float32), mask=entry < D)
 
 
 @triton.jit
@@ -136,7 +140,7 @@ def gate_backward(
     tl.store(d_m2 + row, to_second.to(d_m2.dtype.element_ty), mask=row < rows)
 
 
-def takes_activation(features: Tensor, norm: nn.Module, caps: int) -> bool:
+def takes_activation(features: Tensor, norm: nn.Module, caps: int, bias: Tensor | None = None) -> bool:
     """Whether this is the batch norm of a training step as torch has it, over maps whose rows are capsules."""
     return (
         trains(norm)
@@ -145,28 +149,28 @@ def takes_activation(features: Tensor, norm: nn.Module, caps: int) -> bool:
         and caps * triton.next_power_of_2(features.shape[1] // caps) <= NUMBERS
         and features.numel() > features.shape[1]
         and features.is_contiguous(memory_format=torch.channels_last)
+        and all(t.dtype == torch.float32 for t in (bias, *norm.parameters()) if t is not None)
         and takes(features.unflatten(1, (caps, -1)).movedim(2, -1))
     )
 
 
-def activation(features: Tensor, norm: nn.BatchNorm2d, caps: int) -> Tensor:
-    """Shapes: [b, (c d), h, w] -> [b, (c d), h, w]"""
-    assert norm.momentum is not None
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    mean, var = torch.batch_norm_update_stats(features.detach(), norm.running_mean, norm.running_var, norm.momentum)
-    y: Tensor = _Activation.apply(features, norm.weight, norm.bias, mean, (var + norm.eps).rsqrt(), caps)
+def activation(features: Tensor, norm: nn.BatchNorm2d, caps: int, bias: Tensor | None = None) -> Tensor:
+    """Shapes: [b, (c d), h, w], bias [(c d)] -> [b, (c d), h, w]"""
+    moments = statistics(features.detach(), bias, norm)
+    y: Tensor = _Activation.apply(features, bias, norm.weight, norm.bias, *moments, caps)
     return y
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, caps: int) -> Tensor:
-        ctx.save_for_backward(x, mean, scale, weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, _: Tensor | None, weight: Tensor, shift: Tensor, mean: Tensor, scale: Tensor, caps: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, scale, weight, shift)
         ctx.caps = caps
         y = torch.empty_like(x)
         pixels, block = _pixels(x, caps)
-        activation_forward[(triton.cdiv(pixels, block["P"]),)](x, mean, scale, weight, bias, y, pixels, **block)
+        activation_forward[(triton.cdiv(pixels, block["P"]),)](x, mean, scale, weight, shift, y, pixels, **block)
         return y
 
     @staticmethod
@@ -179,11 +183,11 @@ class _Activation(torch.autograd.Function):
         blocks = triton.cdiv(pixels, block["P"])
         per_program = triton.cdiv(blocks, PROGRAMS)
         programs = triton.cdiv(blocks, per_program)
-        parts = torch.empty(programs, 2, len(weight), dtype=torch.float32, device=x.device)
+        parts = torch.empty(programs, 3, len(weight), dtype=torch.float32, device=x.device)
         activation_sums[(programs,)](*inputs, d_y, parts, pixels, per_program, **block)
         sums = parts.sum(0)
         activation_backward[(blocks,)](*inputs, d_y, sums, d_x, pixels, **block)
-        return d_x, *sums.to(weight.dtype), None, None, None
+        return d_x, sums[2] if ctx.needs_input_grad[1] else None, sums[0], sums[1], None, None, None
 
 
 def _pixels(x: Tensor, caps: int) -> tuple[int, dict[str, int]]:

@@ -103,26 +103,53 @@ def norm_moments(
 
 
 @triton.jit
+def _statistics(parts, pixels, channels, per_program, count, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """Mean and sum of squares around it, of all pixels. Shapes: parts [k, 2, channels] -> [1, C]"""
+    means, spreads = _parts(parts, 0, channels, count, C, K, 2), _parts(parts, 1, channels, count, C, K, 2)
+    left = pixels - tl.arange(0, K) * (per_program * P)
+    share = tl.minimum(tl.maximum(left, 0), per_program * P).to(tl.float32)
+    return _merged(means, spreads, share[:, None], pixels)
+
+
+@triton.jit
+def _track(
+    mean, spread, running_mean, running_var, tracked, momentum, pixels, channels, norms,
+    C: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    before = _vector(running_mean, channels, C)
+    _store(running_mean, before + momentum * (mean - before), channels, C)
+    before = _vector(running_var, channels, C)
+    _store(running_var, before + momentum * (spread / (pixels - 1) - before), channels, C)
+    norm = tl.program_id(1) * N + tl.arange(0, N)
+    tl.store(tracked + norm, tl.load(tracked + norm, mask=norm < norms) + 1, mask=norm < norms)
+
+
+@triton.jit
+def norm_statistics(
+    bias, parts, moments, running_mean, running_var, tracked, eps, momentum, pixels, channels, per_program, count,
+    P: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Mean and scale of maps whose bias only the running mean gets to see. Shapes: moments [2, channels]"""
+    mean, spread = _statistics(parts, pixels, channels, per_program, count, P, C, K)
+    _store(moments, mean, channels, C)
+    _store(moments + channels, 1 / tl.sqrt(spread / pixels + eps), channels, C)
+    mean += _offset(bias, channels, C)
+    _track(mean, spread, running_mean, running_var, tracked, momentum, pixels, channels, 1, C, 1)
+
+
+@triton.jit
 def norm_forward(
     x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
     pixels, channels, per_program, count, norms,
     P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Finishes the statistics and normalises. Shapes: moments [2, channels], of mean and scale; tracked [norms]"""
-    means, spreads = _parts(parts, 0, channels, count, C, K, 2), _parts(parts, 1, channels, count, C, K, 2)
-    left = pixels - tl.arange(0, K) * (per_program * P)
-    share = tl.minimum(tl.maximum(left, 0), per_program * P).to(tl.float32)
-    mean, spread = _merged(means, spreads, share[:, None], pixels)
+    mean, spread = _statistics(parts, pixels, channels, per_program, count, P, C, K)
     scale = 1 / tl.sqrt(spread / pixels + eps)
     if tl.program_id(0) == 0:
         _store(moments, mean, channels, C)
         _store(moments + channels, scale, channels, C)
-        before = _vector(running_mean, channels, C)
-        _store(running_mean, before + momentum * (mean - before), channels, C)
-        before = _vector(running_var, channels, C)
-        _store(running_var, before + momentum * (spread / (pixels - 1) - before), channels, C)
-        norm = tl.program_id(1) * N + tl.arange(0, N)
-        tl.store(tracked + norm, tl.load(tracked + norm, mask=norm < norms) + 1, mask=norm < norms)
+        _track(mean, spread, running_mean, running_var, tracked, momentum, pixels, channels, norms, C, N)
     offset, level = _offset(bias, channels, C), _vector(shift, channels, C)
     gain = _vector(weight, channels, C) * scale
     for k in range(per_program):
@@ -264,6 +291,22 @@ def norm_with_relu(maps: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d, relu
     """
     y, _ = _Norm.apply(maps, bias, *_state(norm), norm.momentum, norm.eps, relu_first)
     return y
+
+
+def statistics(maps: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d) -> Tensor:
+    """Mean and scale of maps without the bias; the running statistics are those with it.
+
+    Shapes: maps [b, c, h, w], bias [c] -> [2, c]
+    """
+    grid, sizes, block = _cut(maps)
+    parts = torch.empty(grid[0], 2, maps.shape[1], dtype=torch.float32, device=maps.device)
+    moments = torch.empty(2, maps.shape[1], dtype=torch.float32, device=maps.device)
+    norm_moments[grid](maps, None, parts, *sizes, **block, RELU_FIRST=False)
+    norm_statistics[(1, grid[1])](
+        bias, parts, moments, *_state(norm)[2:], norm.eps, norm.momentum, *sizes, grid[0], **block,
+        K=triton.next_power_of_2(grid[0]),
+    )  # fmt: skip
+    return moments
 
 
 class _Norm(torch.autograd.Function):
