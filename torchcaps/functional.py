@@ -48,11 +48,12 @@ def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int, bias: Tensor 
     Shapes: features [b, (c d), h, w], bias [(c d)] -> [b, c, d, h, w]
     """
     if wanted(features.device) and has_triton():
-        from torchcaps.fused import encap_triton
+        from torchcaps.fused import norm_triton
 
-        fits = encap_triton.takes_activation(features, norm, caps, bias) and not watched(norm)
+        dim = features.shape[1] // caps
+        fits = norm_triton.takes_capsules(features, bias, norm, dim) and not watched(norm)
         if fits and isinstance(norm, nn.BatchNorm2d):
-            return encap_triton.activation(features, norm, caps, bias).unflatten(1, (caps, -1))
+            return norm_triton.norm_with_relu(features, bias, norm, False, squashed=dim).unflatten(1, (caps, -1))
     if bias is not None:
         features = features + bias.to(features.dtype)[:, None, None]
     return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)

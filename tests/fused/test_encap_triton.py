@@ -17,6 +17,7 @@ from torchcaps.ops import backend
 from torchcaps.routing.master_aide import MasterAide
 
 pytestmark = OPT_IN
+POWERS = ["one number", "two", "sixteen"]  # of two, which is all the kernels for batch norm and coefficients take
 SIZES = {"one number": (5, 4, 1, 3, 4), "two": (3, 32, 2, 7, 5), "odd": (2, 8, 3, 3, 3), "sixteen": (9, 32, 16, 3, 2)}
 
 
@@ -50,7 +51,7 @@ class Wrapped(nn.Module):
         return norm_relu_squash(x, self.norm, self.caps)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", POWERS)
 def test_activation(size, monkeypatch):
     b, c, d, h, w = SIZES[size]
     inputs = [2 * channels_last(b, c, d, h, w) + 0.5, drawn(c * d), drawn(c * d) / 2]
@@ -84,11 +85,12 @@ def test_activation_with_a_bias_not_yet_added(monkeypatch):
 
 
 def test_activation_in_many_programs(monkeypatch):
-    from torchcaps.fused import encap_triton
+    from torchcaps.fused import norm_triton
 
-    monkeypatch.setattr(encap_triton, "PROGRAMS", 2)
-    inputs = [channels_last(13, 32, 2, 8, 8), drawn(64), drawn(64)]
-    run = activation(32, 64)
+    monkeypatch.setattr(norm_triton, "PROGRAMS", 8)
+    monkeypatch.setattr(norm_triton, "NUMBERS", 512)
+    inputs = [channels_last(13, 9, 8, 5, 7), drawn(72), drawn(72)]  # 9 capsules end within a block of channels
+    run = activation(9, 72)
     assert_as_accurate(on("triton", run), on("torch", run), inputs, torch.float32)
 
 
@@ -102,18 +104,19 @@ def test_activation_of_half_precision():
 
 
 def test_other_norms_and_layouts_run_on_pytorch():
-    from torchcaps.fused.encap_triton import takes_activation
+    from torchcaps.fused.norm_triton import takes_capsules
 
-    x, norm = channels_last(4, 8, 2, 3, 3), nn.BatchNorm2d(16)
-    assert takes_activation(x, norm, 8)
-    assert not takes_activation(x.contiguous(), norm, 8)
-    assert not takes_activation(x.double(), norm, 8)
-    assert not takes_activation(x, norm, 3)
-    assert not takes_activation(x[:1, :, :1, :1], norm, 8)
-    assert not takes_activation(x, nn.SyncBatchNorm(16), 8)
-    assert not takes_activation(x, nn.BatchNorm2d(16, momentum=None), 8)
-    assert not takes_activation(x, nn.BatchNorm2d(16, track_running_stats=False), 8)
-    assert not takes_activation(x, nn.BatchNorm2d(16).eval(), 8)
+    x, norm = channels_last(4, 8, 2, 3, 3), nn.BatchNorm2d(16).to(DEVICE)
+    assert takes_capsules(x, None, norm, 2)
+    assert not takes_capsules(x.contiguous(), None, norm, 2)
+    assert not takes_capsules(x.double(), None, norm, 2)
+    assert not takes_capsules(x, None, norm, 3)
+    assert not takes_capsules(channels_last(4, 8, 3, 3, 3), None, nn.BatchNorm2d(24).to(DEVICE), 3)
+    assert not takes_capsules(x[:1, :, :1, :1], None, norm, 2)
+    assert not takes_capsules(x, None, nn.SyncBatchNorm(16), 2)
+    assert not takes_capsules(x, None, nn.BatchNorm2d(16, momentum=None), 2)
+    assert not takes_capsules(x, None, nn.BatchNorm2d(16, track_running_stats=False), 2)
+    assert not takes_capsules(x, None, nn.BatchNorm2d(16).eval(), 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -197,16 +200,16 @@ def test_a_whole_layer_in_training(monkeypatch):
 
 
 def test_what_is_not_a_number_stays_so():
-    features = channels_last(2, 8, 3, 3, 3)
+    features = channels_last(2, 8, 2, 3, 3)
     features[0, 5, 1, 1] = torch.nan
-    norm = nn.BatchNorm2d(24).to(DEVICE)
+    norm = nn.BatchNorm2d(16).to(DEVICE)
     with backend("triton"):
         assert norm_relu_squash(features, norm, 8).isnan().any()
 
 
 def test_hooks_hear_of_the_norm():
-    heard, norm = [], nn.BatchNorm2d(24).to(DEVICE)
+    heard, norm = [], nn.BatchNorm2d(16).to(DEVICE)
     norm.register_forward_hook(lambda module, args, output: heard.append(output))
     with backend("triton"):
-        norm_relu_squash(channels_last(2, 8, 3, 3, 3), norm, 8)
+        norm_relu_squash(channels_last(2, 8, 2, 3, 3), norm, 8)
     assert heard
