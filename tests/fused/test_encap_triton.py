@@ -145,8 +145,11 @@ def test_the_gate_takes_channels_last_votes_only():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("version", ["v3", "v4"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", POWERS)
 def test_the_gate_with_its_coefficients(size, version, dtype, monkeypatch):
+    from torchcaps.fused import gate_triton
+
+    monkeypatch.setattr(gate_triton, "PROGRAMS", 4)  # of several blocks, the last of them not full
     b, c, d, h, w = SIZES[size]
     routing = MasterAide(c, d, d, version=version).to(DEVICE, memory_format=torch.channels_last)
     names = [name for name, _ in routing.named_parameters()]
@@ -169,19 +172,24 @@ def test_the_gate_with_its_coefficients(size, version, dtype, monkeypatch):
 def test_the_coefficients_kernels_take_their_own_convolutions_only():
     from torchcaps.fused.gate_triton import takes_mixture
 
-    votes = channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1)
-    conv = nn.Conv2d(12, 4, 3, padding=1, groups=4)
+    votes = channels_last(2, 4, 2, 5, 6).unflatten(1, (4, 2)).movedim(2, -1)
+    conv = nn.Conv2d(8, 4, 3, padding=1, groups=4)
     assert takes_mixture(votes, votes, conv, conv)
     assert not takes_mixture(votes.contiguous(), votes, conv, conv)
     assert not takes_mixture(votes, votes.half(), conv, conv)
     assert not takes_mixture(votes, votes, conv, copy.deepcopy(conv).to(memory_format=torch.channels_last))
     for other in (
-        nn.Conv2d(12, 4, 3, padding=1),
-        nn.Conv2d(12, 4, 3, padding=0, groups=4),
-        nn.Conv2d(12, 4, 3, padding=1, groups=4, bias=False),
-        nn.Conv2d(12, 4, 3, padding=1, groups=4, stride=2),
+        nn.Conv2d(8, 4, 3, padding=1),
+        nn.Conv2d(8, 4, 3, padding=0, groups=4),
+        nn.Conv2d(8, 4, 3, padding=1, groups=4, bias=False),
+        nn.Conv2d(8, 4, 3, padding=1, groups=4, stride=2),
     ):
         assert not takes_mixture(votes, votes, other, other)
+    votes, conv = (
+        channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1),
+        nn.Conv2d(12, 4, 3, padding=1, groups=4),
+    )
+    assert not takes_mixture(votes, votes, conv, conv)
 
 
 def test_a_whole_layer_in_training(monkeypatch):
