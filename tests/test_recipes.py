@@ -305,6 +305,7 @@ def test_the_loss_is_one_of_the_network_s_scores(name):
     head = type(network_of(name).head).__name__
     losses = {
         "LengthHead": {"margin", "spread"},
+        "RoutedLengthHead": {"margin", "spread"},
         "ActivationHead": {"spread", "margin"},
         "LogitHead": {"cross_entropy", "binary_cross_entropy"},
         "LinearHead": {"cross_entropy", "binary_cross_entropy"},

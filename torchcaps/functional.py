@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchcaps.fused import has_triton, wanted, watched
+from torchcaps.fused import autocasted, has_triton, wanted, watched
 
 
 def length(poses: Tensor, dim: int = -1) -> Tensor:
@@ -50,6 +51,23 @@ def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int) -> Tensor:
         if fits and isinstance(norm, nn.BatchNorm2d):
             return encap_triton.activation(features, norm, caps).unflatten(1, (caps, -1))
     return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)
+
+
+def whole_map_capsules(
+    features: Tensor, weight: Tensor, bias: Tensor | None, dim: int, nonlinearity: Callable[..., Tensor] | None
+) -> Tensor | None:
+    """The squashed sums of each channel by itself, over the whole map; None where there is no kernel for them.
+
+    Shapes: features [b, (c d), h, w], weight [(c d), 1, y, x], bias [(c d)] -> [b, c, d]
+    """
+    kind = "squash" if nonlinearity is squash else "squash_exp" if nonlinearity is squash_exp else None
+    if kind is not None and wanted(features.device, replicas=True) and has_triton():
+        from torchcaps.fused import window_triton
+
+        features, weight = autocasted(features, weight)
+        if window_triton.takes(features, weight, bias, dim):
+            return window_triton.capsules(features, weight, bias, dim, kind)
+    return None
 
 
 def gated(first: Tensor, second: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
@@ -132,6 +150,11 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
 
     Shapes: poses [b, j, d], targets [b, k] -> [b, k, j, d]
     """
+    if wanted(poses.device, replicas=True) and has_triton():
+        from torchcaps.fused import mask_triton
+
+        if mask_triton.takes(poses, targets):
+            return mask_triton.masked(poses, targets)
     others = targets[..., None] != torch.arange(poses.shape[1], device=poses.device)  # [b, k, j]
     return poses[:, None].masked_fill(others[..., None], 0)
 

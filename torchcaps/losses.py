@@ -39,7 +39,7 @@ def margin_loss(
     """
     _check_one_of("scale", scale, "paper", "official")
     _check_scores("lengths", lengths, labels, class_weights)
-    if wanted(lengths.device) and has_triton():
+    if wanted(lengths.device, replicas=True) and has_triton():
         from torchcaps.fused import losses_triton
 
         if losses_triton.takes_margin(lengths):
@@ -89,13 +89,19 @@ def spread_margin(step: int) -> float:
 
 
 def reconstruction_loss(
-    reconstruction: Tensor, target: Tensor, *, reduction: Literal["sum", "mean"], labels: Tensor | None = None
+    reconstruction: Tensor,
+    target: Tensor,
+    *,
+    reduction: Literal["sum", "mean"],
+    labels: Tensor | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
     """Squared error of each object's picture, summed over the objects. The papers differ in `reduction`: none is usual.
 
     Args:
         reduction: over the pixels of a picture; Sabour weighs a "sum" with 0.0005, Mazzia a "mean" with 0.392.
         labels: where given, the pictures of a label of -1 take no part.
+        weight: a factor on the loss.
 
     Shapes: reconstruction [b, k, c, h, w], target [b, c, h, w] (one for all objects) or [b, k, c, h, w],
         labels [b] or [b, k] -> []
@@ -111,17 +117,17 @@ def reconstruction_loss(
         labels = labels[:, None] if labels.dim() == 1 else labels
         if labels.shape[1] != shape[1]:
             raise ValueError(f"labels must be {shape[:2]}, one for each picture, got {list(labels.shape)}")
-    if wanted(reconstruction.device) and has_triton():
+    if wanted(reconstruction.device, replicas=True) and has_triton():
         from torchcaps.fused import losses_triton
 
         if losses_triton.takes_reconstruction(reconstruction, target):
-            over = 1 / (shape[0] * (1 if reduction == "sum" else math.prod(shape[2:])))
+            over = weight / (shape[0] * (1 if reduction == "sum" else math.prod(shape[2:])))
             return losses_triton.reconstruction_loss(reconstruction, target, labels, over)
     errors = widen(reconstruction) - widen(target if target.dim() == 5 else target[:, None])
     if labels is not None:
         errors = torch.where(labels[..., None, None, None] >= 0, errors, 0)
     pictures = errors.square().flatten(2)
-    return (pictures.sum(dim=2) if reduction == "sum" else pictures.mean(dim=2)).sum(dim=1).mean()
+    return weight * (pictures.sum(dim=2) if reduction == "sum" else pictures.mean(dim=2)).sum(dim=1).mean()
 
 
 def sinkhorn_divergence(

@@ -45,10 +45,12 @@ def test_what_is_not_a_number_stays_so(kind):
     assert torch.equal(biased(x, drawn(5), kind).isnan(), x.isnan())
 
 
-def test_a_decoder(monkeypatch):
+@pytest.mark.parametrize("rows", [3, 33])
+def test_a_decoder(rows, monkeypatch):
+    """Few rows are multiplied in a kernel too, more in torch's product."""
     torch.manual_seed(1)
     decoder = Decoder(6, (5, 7), image=(1, 3, 4)).to(DEVICE)
-    inputs = [drawn(3, 6), *decoder.parameters()]
+    inputs = [drawn(rows, 6), *decoder.parameters()]
     names = [name for name, _ in decoder.named_parameters()]
     assert names[:2] == ["layers.0.weight", "layers.0.bias"]
 
@@ -75,19 +77,21 @@ def test_a_decoder(monkeypatch):
     ids=["eval", "no bias", "tanh", "double"],
 )
 def test_other_layers_run_on_pytorch(make, monkeypatch):
-    from torchcaps.fused import bias_triton
+    from torchcaps.fused import bias_triton, linear_triton
 
     monkeypatch.setattr(bias_triton, "biased", None)
+    monkeypatch.setattr(linear_triton, "linear", None)
     torch.manual_seed(1)
     layers = make().to(DEVICE)
     x = drawn(3, 6).to(layers[0].weight.dtype)
     torch.testing.assert_close(on("triton", layers)(x), on("torch", layers)(x))
 
 
-def test_replicas_under_vmap(monkeypatch):
+@pytest.mark.parametrize("rows", [4, 33])
+def test_replicas_under_vmap(rows, monkeypatch):
     torch.manual_seed(1)
     networks = [Decoder(6, (5, 7), image=(1, 3, 4)).to(DEVICE) for _ in range(3)]
-    x = drawn(4, 3, 6)
+    x = drawn(rows, 3, 6)
     found = []
     for name in ("torch", "triton"):
         stack = Stack(networks)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.func import vmap
 
 from tests.fused.kernels import DEVICE, DTYPES, OPT_IN, fused, on
 from tests.helpers import assert_as_accurate
@@ -71,6 +72,45 @@ def test_reconstruction(kind, own, masked, reduction, dtype, monkeypatch):
         return losses.reconstruction_loss(pictures, target.to(pictures.dtype), reduction=reduction, labels=given)
 
     assert_as_accurate(fused(function, losses, monkeypatch), on("torch", function), [pictures], dtype)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", LABELS)
+def test_margin_of_replicas(kind, weighted, monkeypatch):
+    labels = torch.stack([labels_of(kind), labels_of(kind).flip(0), labels_of(kind).roll(1, 0)], 1)
+    weights = torch.arange(7.0, device=DEVICE) / 8 if weighted else None
+
+    def function(lengths):
+        def one(lengths, labels):
+            given = None if weights is None else weights.to(lengths.dtype)
+            return losses.margin_loss(lengths, labels, class_weights=given)
+
+        return vmap(one, in_dims=(0, 1))(lengths, labels)
+
+    lengths = torch.rand(3, 5, 7, device=DEVICE)
+    assert_as_accurate(fused(function, losses, monkeypatch), on("torch", function), [lengths], torch.float32)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("kind", "own", "side"), [("one", False, 19), ("several", False, 19), ("several", True, 50)])
+def test_reconstruction_of_replicas(kind, own, side, masked, shared, monkeypatch):
+    """Pictures small enough for one program, and larger ones; targets of each replica's own, or of all."""
+    labels = torch.stack([labels_of(kind), labels_of(kind).flip(0), labels_of(kind).roll(1, 0)], 1)
+    objects = 1 if labels.dim() == 2 else 2
+    rest = (*([objects] if own else []), 3, side, 20)
+    target = torch.rand(5, *rest, device=DEVICE) if shared else torch.rand(5, 3, *rest, device=DEVICE)
+
+    def function(pictures):
+        def one(pictures, target, labels):
+            given = labels if masked else None
+            return losses.reconstruction_loss(pictures, target, reduction="mean", labels=given, weight=0.4)
+
+        places = (0, None if shared else 1, 1)
+        return vmap(one, in_dims=places)(pictures, target.to(pictures.dtype), labels)
+
+    pictures = torch.rand(3, 5, objects, 3, side, 20, device=DEVICE)
+    assert_as_accurate(fused(function, losses, monkeypatch), on("torch", function), [pictures], torch.float32)
 
 
 def test_a_picture_without_label_may_be_anything():

@@ -69,6 +69,21 @@ def test_an_optimizer_says_what_it_takes():
         create_optimizer(recipe(optimizer="sgd", optimizer_args={"rho": 0.9}), [nn.Parameter(torch.ones(1))])
 
 
+def test_a_rate_on_the_device_is_written_when_it_changes():
+    how = recipe(schedule="steps", schedule_args={"milestones": [2]})
+    rate = torch.tensor(0.0)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], rate, capturable=True)
+    versions = []
+    for step in range(4):
+        set_rates(optimizer, how, step, 1)
+        torch.testing.assert_close(rate, torch.tensor(learning_rate(how, step, 1)))
+        versions.append(rate._version)
+    assert versions == [1, 1, 2, 2]
+    rate.fill_(0.5)
+    set_rates(optimizer, how, 4, 1)
+    torch.testing.assert_close(rate, torch.tensor(learning_rate(how, 4, 1)))
+
+
 def descend(how, gradients, steps_per_epoch=1000):
     weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
     optimizer = create_optimizer(how, [weight])

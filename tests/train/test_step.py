@@ -246,7 +246,7 @@ def test_one_cuda_device_captures_by_default():
 
 def test_small_batches_are_drawn_together_on_cuda_alone():
     data = few_digits()
-    assert drawn_together(RECIPE, data) == 64
+    assert drawn_together(RECIPE, data) == 256
     assert drawn_together(replace(RECIPE, batch_size=1 << 13), data) == 16
     assert drawn_together(replace(RECIPE, batch_size=1 << 20), data) == 1
     batches = training_batches(RECIPE, data, 0, {"device": torch.device("cpu"), "rank": 0, "world": 1})

@@ -1,5 +1,5 @@
 """The switch between fused kernels and plain PyTorch, and the kernels that are not about votes."""
 
-from torchcaps.fused.switch import backend, has_triton, wanted, watched
+from torchcaps.fused.switch import autocasted, backend, has_triton, wanted, watched
 
-__all__ = ["backend", "has_triton", "wanted", "watched"]
+__all__ = ["autocasted", "backend", "has_triton", "wanted", "watched"]

@@ -30,13 +30,24 @@ def _tile(number, rows, columns, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def activated(x, KIND: tl.constexpr):
+    return relu(x) if KIND == "relu" else tl.sigmoid(x)
+
+
+@triton.jit
+def handed_back(y, d_y, KIND: tl.constexpr):
+    """The gradient before the nonlinearity, from what came out of it and the gradient there."""
+    value, above = y.to(tl.float32), d_y.to(tl.float32)
+    return tl.where(value > 0, above, 0.0) if KIND == "relu" else above * value * (1 - value)
+
+
+@triton.jit
 def bias_forward(x, bias, y, rows, columns, blocks, R: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr):
     column = tl.program_id(0) * C + tl.arange(0, C)
     offset = tl.load(bias + tl.program_id(1) * columns + column, mask=column < columns, other=0.0).to(tl.float32)
     for k in range(blocks):
         at, there = _tile(k, rows, columns, R, C)
-        value = load_rows(x, at, there) + offset[None, :]
-        value = relu(value) if KIND == "relu" else tl.sigmoid(value)
+        value = activated(load_rows(x, at, there) + offset[None, :], KIND)
         tl.store(y + at, value.to(y.dtype.element_ty), mask=there)
 
 
@@ -45,9 +56,7 @@ def bias_backward(y, d_y, d_x, d_bias, rows, columns, blocks, R: tl.constexpr, C
     total = tl.zeros((R, C), tl.float32)
     for k in range(blocks):
         at, there = _tile(k, rows, columns, R, C)
-        value = load_rows(y, at, there)
-        above = load_rows(d_y, at, there)
-        grad = tl.where(value > 0, above, 0.0) if KIND == "relu" else above * value * (1 - value)
+        grad = handed_back(load_rows(y, at, there), load_rows(d_y, at, there), KIND)
         total += grad
         tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=there)
     column = tl.program_id(0) * C + tl.arange(0, C)

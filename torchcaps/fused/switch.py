@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 BACKENDS = ("auto", "torch", "triton")
 
 _backend = "auto"
+_rehearsal = threading.local()
 
 
 @contextmanager
@@ -42,10 +45,47 @@ def wanted(device: torch.device, replicas: bool = False) -> bool:
     """
     if _backend == "torch" or torch.compiler.is_compiling():
         return False
+    device = stands_for(device)
     if _backend == "auto" and (device.type != "cuda" or device.index not in (None, torch.cuda.current_device())):
         return False  # Triton launches on the current device
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     return not transforms or (replicas and [t.key() for t in transforms] == [torch._C._functorch.TransformType.Vmap])
+
+
+@contextmanager
+def standing_for(device: torch.device) -> Iterator[None]:
+    """Within it, in this thread, tensors without memory take the way of those on that device."""
+    _rehearsal.device = device
+    try:
+        yield
+    finally:
+        del _rehearsal.device
+
+
+def stands_for(device: torch.device) -> torch.device:
+    return getattr(_rehearsal, "device", device) if device.type == "meta" else device
+
+
+def fronted(info: Any, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Within a function's vmap: the replicas' axis first; what they share is repeated without a copy."""
+    return [
+        None if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, in_dims, strict=False)
+    ]
+
+
+def strides_of(x: Tensor, replicas: int) -> tuple[int, ...]:
+    """With that of the replicas first, which is 0 where there is no such axis."""
+    return x.stride() if replicas else (0, *x.stride())
+
+
+def autocasted(*tensors: Tensor | None) -> Any:
+    """In the dtype that autocast asks for here, as it would for a convolution; it leaves float64 alone."""
+    device = next(t for t in tensors if t is not None).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def watched(module: nn.Module) -> bool:

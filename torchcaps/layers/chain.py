@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.fused import has_triton, wanted, watched
+from torchcaps.fused import autocasted, has_triton, wanted, watched
 
 CONV = ([nn.Conv2d, nn.ReLU, nn.BatchNorm2d], [nn.Conv2d, nn.BatchNorm2d, nn.ReLU])
 LINEAR = ([nn.Linear, nn.ReLU], [nn.Linear, nn.Sigmoid])
@@ -69,11 +69,16 @@ def linear_activation(x: Tensor, linear: nn.Module, activation: nn.Module) -> Te
         or x.dim() != 2
     ):
         return activation(linear(x))
-    from torchcaps.fused import bias_triton
+    from torchcaps.fused import bias_triton, linear_triton
 
+    kind = "relu" if isinstance(activation, nn.ReLU) else "sigmoid"
+    if len(x) <= linear_triton.ROWS:
+        rows, weight = autocasted(x, linear.weight)
+        if linear_triton.takes(rows, weight, linear.bias):
+            return linear_triton.linear(rows, weight, linear.bias, kind)
     y = F.linear(x, linear.weight)
     if bias_triton.takes(y, linear.bias):
-        return bias_triton.biased(y, linear.bias, "relu" if isinstance(activation, nn.ReLU) else "sigmoid")
+        return bias_triton.biased(y, linear.bias, kind)
     return activation(y + linear.bias.to(y.dtype))
 
 

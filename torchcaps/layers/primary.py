@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import layer_norm
+from torchcaps.functional import layer_norm, whole_map_capsules
 from torchcaps.layers.same import conv_same
 from torchcaps.layers.sizes import out_size
 from torchcaps.ops import conv_cpu
@@ -64,6 +64,10 @@ class PrimaryCaps(nn.Module):
     def forward(self, features: Tensor) -> Capsules:
         conv = self.conv
         weight = conv.weight if self.scale == 1.0 else conv.weight * self.scale
+        if self._sees_all(features):
+            whole = whole_map_capsules(features, weight, conv.bias, self.dim, self.nonlinearity)
+            if whole is not None:
+                return Capsules(whole[..., None, None])
         if self.same:
             maps = conv_same(features, weight, conv.bias, conv.stride[0], conv.groups)
         elif conv.padding == (0, 0) and conv.groups > 1 and conv_cpu.covers(features, weight):
@@ -76,6 +80,12 @@ class PrimaryCaps(nn.Module):
         if self.nonlinearity is not None:
             poses = self._nonlinear(poses.movedim(2, -1)).movedim(-1, 2)
         return Capsules(poses, None if self.activation is None else torch.sigmoid(self.activation(features)))
+
+    def _sees_all(self, features: Tensor) -> bool:
+        """Whether each channel's window is the whole map, and nothing else looks at it."""
+        conv = self.conv
+        plain = conv.padding == (0, 0) and not self.same and self.activation is None
+        return plain and conv.groups == conv.in_channels and conv.kernel_size == features.shape[2:]
 
     def _nonlinear(self, poses: Tensor) -> Tensor:
         norm = self.nonlinearity

@@ -20,7 +20,7 @@ from torchcaps.layers.linear import Init, LinearCaps
 from torchcaps.layers.primary import PrimaryCaps
 from torchcaps.layers.sizes import feature_shape, out_size
 from torchcaps.layers.stack import CapsuleStack
-from torchcaps.models.heads import LengthHead
+from torchcaps.models.heads import RoutedLengthHead
 from torchcaps.models.network import CapsNet
 from torchcaps.models.parts import find_backbone
 from torchcaps.models.registry import register, variant
@@ -110,7 +110,7 @@ def efficient_capsnet(
         stem,
         first,
         CapsuleStack(*layers),
-        LengthHead(),
+        RoutedLengthHead(),
         _decoder(classes, image, decoder_layers, decoder_output) if decoder else None,
         image=image,
         classes=classes,

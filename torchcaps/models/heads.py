@@ -35,6 +35,14 @@ class LengthHead(nn.Module):
         return scores.clamp(max=1)  # rounding may lead a length just beyond 1
 
 
+class RoutedLengthHead(LengthHead):
+    """The lengths that routing gave along with the poses, for a routing of which these are the activations (Mazzia)."""
+
+    def forward(self, capsules: Capsules) -> Tensor:
+        assert capsules.activations is not None
+        return capsules.activations
+
+
 class ActivationHead(nn.Module):
     """The activations that routing gave (EM)."""
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.ops.ahead_triton import rehearsed
 from torchcaps.ops.em_backward_triton import em_backward, em_backward_gather
 from torchcaps.ops.em_fit_triton import fitted
 from torchcaps.ops.em_forward_triton import em_forward, em_gather
@@ -67,6 +68,7 @@ def fused_em_step(
     return _fit(votes, *_step(votes, activations, parents, competing))
 
 
+@rehearsed
 def fused_em(
     votes: Votes,
     activations: Tensor | None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.functional import widen
+from torchcaps.fused.switch import stands_for
 from torchcaps.ops.backend import runs_fused
 from torchcaps.ops.votes import Votes
 from torchcaps.types import Capsules
@@ -30,8 +31,7 @@ def in_full_precision(routing: R) -> R:
         dtype = pose_dtype = votes.dtype
         device = votes.device.type
         if runs_fused(votes):
-            autocast = torch.is_autocast_enabled(device)
-            pose_dtype = torch.get_autocast_dtype(device) if autocast else votes.poses.dtype
+            pose_dtype = product_dtype(votes)
             votes = votes.with_products(pose_dtype)
         else:
             votes = votes.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
@@ -46,6 +46,13 @@ def in_full_precision(routing: R) -> R:
             )
 
     return run  # type: ignore[return-value]
+
+
+def product_dtype(votes: Votes) -> torch.dtype:
+    """Autocast's, or that of the poses."""
+    device = stands_for(votes.device).type
+    asked = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if asked else votes.poses.dtype
 
 
 def _widen(x: Any) -> Any:

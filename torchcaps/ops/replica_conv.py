@@ -88,6 +88,16 @@ def _to_weights(
     tl.store(places, total, mask=(k < K)[:, None] & (n < N)[None, :])
 
 
+@triton.jit
+def _add_up(parts, out, count, size, B: tl.constexpr):
+    """Shapes: parts [count, size] -> out [size]"""
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    total = tl.zeros((B,), tl.float32)
+    for k in range(count):
+        total += tl.load(parts + k * size + at, mask=at < size, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
+
+
 class ReplicaConv(torch.autograd.Function):
     """Shapes: images [b, r, c, h, w], weight [r, o, c, k, l], bias [r, o] or None -> [b, r, o, y, x]
 
@@ -184,4 +194,6 @@ def _weight_gradient(images: Tensor, tops: Tensor, weight: Tensor, stride: int, 
         K=k, KW=wide, C=c, STRIDE=stride, PAD=padding, PRECISION=precision(), BM=bm, BN=bn, BK=bk,
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out.sum(0).permute(0, 1, 4, 2, 3).to(weight.dtype)
+    whole = torch.empty(out.shape[1:], dtype=weight.dtype, device=images.device)
+    _add_up[(triton.cdiv(whole.numel(), 1024),)](out, whole, parts, whole.numel(), B=1024)
+    return whole.permute(0, 1, 4, 2, 3)

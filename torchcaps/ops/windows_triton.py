@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.plan_triton import Plan
+from torchcaps.ops.votes_triton import unknown
 from torchcaps.ops.windows import Window
 
 LEAST = tl.constexpr(-1e38)  # stands for the log of 0
@@ -24,6 +26,7 @@ def window_over(y, x, tap, there, S, KS: tl.constexpr, STRIDE: tl.constexpr):
     return row * S.X + col, seen & (row < S.Y) & (col < S.X)
 
 
+@launched
 @triton.jit
 def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Adds up what each child got from all blocks of parents in all its windows.
@@ -38,7 +41,7 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in range(blocks):
         for tap in tl.static_range(T.KS * T.KS):
-            site, seen = window_over(y, x, tap, y < H, S, T.KS, STRIDE)
+            site, seen = window_over(y, x, unknown(tap), y < H, S, T.KS, STRIDE)
             entry = p
             if T.SCRAMBLED:
                 flat = p * (S.Y * S.X) + site
@@ -49,6 +52,7 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
     tl.store(poses + image * (H * W * CAPS * P) + at, total.to(poses.dtype.element_ty), mask=y < H)
 
 
+@launched
 @triton.jit
 def over_windows(
     x, factor, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
@@ -85,7 +89,8 @@ def over_windows(
     tl.store(out + image * (sites * S.I) + at, total, mask=there)
 
 
-@triton.jit
+@launched
+@triton.jit(do_not_specialize=["blocks"])
 def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Divides what belongs to children, summed over blocks, by the parents in all windows that compete for them.
 

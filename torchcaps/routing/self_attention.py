@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from torchcaps.functional import length, squash_exp
 from torchcaps.ops import Votes, agreement_step, in_full_precision
+from torchcaps.ops.backend import attends_itself_fused
+from torchcaps.ops.precision import product_dtype
 from torchcaps.types import Capsules
 
 
-@in_full_precision
 def self_attention_routing(
     votes: Votes | Tensor, prior: Tensor | None = None, *, scale: float | None = None
 ) -> Capsules:
@@ -26,6 +27,16 @@ def self_attention_routing(
     """
     votes = Votes.of(votes)
     scale = votes.dim**-0.5 if scale is None else scale
+    if attends_itself_fused(votes):
+        from torchcaps.ops.self_attention_triton import self_attention
+
+        poses, lengths = self_attention(votes, prior, scale, product_dtype(votes))
+        return Capsules(poses, lengths, None)
+    return _by_formula(votes, prior, scale)
+
+
+@in_full_precision
+def _by_formula(votes: Votes, prior: Tensor | None, scale: float) -> Capsules:
     mixture, coupling = agreement_step(votes, votes.total(), scale=scale, prior=prior)
     poses = squash_exp(mixture)
     return Capsules(poses, length(poses), coupling)

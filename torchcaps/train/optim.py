@@ -240,8 +240,19 @@ def set_rates(optimizer: Optimizer, recipe: Recipe, step: int, steps_per_epoch: 
         if recipe.optimizer == "adam_keras":
             first, second = group["betas"]
             rate *= math.sqrt(1 - second ** (step + 1)) / (1 - first ** (step + 1))
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        if isinstance(group["lr"], Tensor):
+            _fill(group["lr"], rate)
+        else:
+            group["lr"] = rate
     return lr
+
+
+def _fill(tensor: Tensor, value: float) -> None:
+    """Launches nothing where this is what the tensor was last filled with, and nobody has written to it since."""
+    place = tensor.data_ptr()  # another for a copy, which carries along what is remembered here
+    if getattr(tensor, "filled", None) != (value, place, tensor._version):
+        tensor.fill_(value)
+        tensor.filled = value, place, tensor._version  # type: ignore[attr-defined]
 
 
 def load_moments(optimizer: Optimizer, moments: dict[Any, Any]) -> None:

@@ -165,8 +165,8 @@ def training_batches(recipe: Recipe, data: DataSet, seed: int, shared: dict[str,
 
 
 def drawn_together(recipe: Recipe, data: DataSet) -> int:
-    """Batches drawn in one call on a fast device: up to 64, if they take no more than 32 MiB."""
-    return max(1, min(64, (32 << 20) // (4 * recipe.batch_size * math.prod(data.train.image))))
+    """Batches drawn in one call on a fast device: up to 256, if they take no more than 32 MiB."""
+    return max(1, min(256, (32 << 20) // (4 * recipe.batch_size * math.prod(data.train.image))))
 
 
 def validation_batches(recipe: Recipe, data: DataSet, shared: dict[str, Any]) -> Batches:

@@ -42,7 +42,7 @@ class ReplicaBatches:
         self.together = 1
         if device.type == "cuda":
             images = len(seeds) * recipe.batch_size
-            self.together = max(1, min(64, DRAWN // (4 * images * torch.Size(data.train.image).numel())))
+            self.together = max(1, min(256, DRAWN // (4 * images * torch.Size(data.train.image).numel())))
 
     def __len__(self) -> int:
         return len(self.first)
@@ -53,7 +53,8 @@ class ReplicaBatches:
         group = start - start % self.together
         shares = zip(*(order.shares(epoch, group, first.device) for order in self.orders), strict=True)
         while parts := list(islice(shares, self.together)):
-            indices = torch.cat([torch.stack([own for _, own in part], 1).flatten() for part in parts])
+            orders = [torch.cat([own for _, own in seed]) for seed in zip(*parts, strict=True)]
+            indices = torch.stack(orders, 1).flatten()
             positions = torch.cat([part[0][0] for part in parts]).repeat_interleave(size)
             drawn = self._finish(first.split.gather(indices), epoch, positions)
             whole = Batch(*(None if x is None else x.unflatten(0, (-1, size)) for x in drawn))  # type: ignore[arg-type]

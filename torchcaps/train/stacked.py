@@ -22,6 +22,8 @@ from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
 from torchcaps.functional import length, squash, squash_exp
+from torchcaps.fused import autocasted
+from torchcaps.fused.switch import fronted
 
 
 class Stack:
@@ -142,22 +144,13 @@ class _Rule(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
 
-def _front(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """The replicas' axis first; what they share is repeated without a copy."""
-    if x is None:
-        return None
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
 class _Conv(_Rule):
     """Shapes: x [r, b, c, h, w], weight [r, c', c / groups, k, k], bias [r, c'] -> [b, r, c', h', w']"""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
         size, (stride, padding, dilation, groups, form) = info.batch_size, options
-        stacked, kernels, offsets = (
-            _front(t, dim, size) for t, dim in zip((x, weight, bias), in_dims[:3], strict=True)
-        )
+        stacked, kernels, offsets = fronted(info, in_dims, (x, weight, bias))
         assert stacked is not None
         assert kernels is not None
         plain = (padding, dilation) in ((0, 1), ((0, 0), (1, 1)), (0, (1, 1)), ((0, 0), 1))
@@ -166,7 +159,7 @@ class _Conv(_Rule):
         if form == "triton" and groups == 1 and (found := _even(stride, padding, dilation)) is not None:
             from torchcaps.ops.replica_conv import ReplicaConv, suits
 
-            cast = _autocast(stacked.transpose(0, 1), kernels, offsets)
+            cast = autocasted(stacked.transpose(0, 1), kernels, offsets)
             if suits(*cast[:2]):
                 return ReplicaConv.apply(*cast, *found), 1
         if in_dims[0] is None and groups == 1:  # the images are the same: one convolution with more channels
@@ -186,7 +179,7 @@ def _whole_window(images: Tensor, kernels: Tensor, offsets: Tensor | None) -> Te
 
     Shapes: images [b, r, c, h, w], kernels [r, c, 1, h, w], offsets [r, c] -> [b, r, c, 1, 1]
     """
-    images, kernels, offsets = _autocast(images, kernels, offsets)
+    images, kernels, offsets = autocasted(images, kernels, offsets)
     sums = (images * kernels.squeeze(2)).sum((3, 4), keepdim=True)
     return sums if offsets is None else sums + offsets[:, :, None, None]
 
@@ -199,14 +192,6 @@ def _even(stride: Any, padding: Any, dilation: Any) -> tuple[int, int] | None:
     return pairs[0][0], pairs[1][0]
 
 
-def _autocast(*tensors: Tensor | None) -> Any:
-    """In the type that autocast asks for here, as it would for a convolution."""
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
-
-
 class _Linear(_Rule):
     """One batched product with the bias in it, where vmap adds the bias in float32.
 
@@ -215,8 +200,7 @@ class _Linear(_Rule):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        found = (_front(t, dim, info.batch_size) for t, dim in zip((x, weight, bias), in_dims, strict=True))
-        stacked, kernels, offsets = _autocast(*found)
+        stacked, kernels, offsets = autocasted(*fronted(info, in_dims, (x, weight, bias)))
         rows = stacked.flatten(1, -2) if stacked.dim() > 2 else stacked[:, None]
         out = rows @ kernels.mT if offsets is None else _Products.apply(rows, kernels, offsets)
         return out.reshape(*stacked.shape[:-1], -1), 0
@@ -248,7 +232,7 @@ class _BatchNorm(_Rule):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
         size = info.batch_size
-        stacked, *vectors = (_front(t, dim, size) for t, dim in zip((x, *rest[:4]), in_dims[:5], strict=True))
+        stacked, *vectors = fronted(info, in_dims, (x, *rest[:4]))
         assert stacked is not None
         flat: Any = [None if vector is None else vector.flatten() for vector in vectors]
         return F.batch_norm(stacked.transpose(0, 1).flatten(1, 2), *flat, *rest[4:]).unflatten(1, (size, -1)), 1
@@ -259,7 +243,7 @@ class _Rows(_Rule):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, poses: Tensor, function: Callable[..., Tensor], dim: int) -> Any:
-        stacked = _front(poses, in_dims[0], info.batch_size)
+        (stacked,) = fronted(info, in_dims, (poses,))
         return function(stacked, dim=dim if dim < 0 else dim + 1), 0
 
 

@@ -264,13 +264,13 @@ def loss_terms(
                 f"{recipe.model} reconstructs nothing; reconstruction must be 0, got {recipe.reconstruction}"
             )
         target = batch.images if batch.targets is None else batch.targets
-        error = losses.reconstruction_loss(
+        terms["reconstruction"] = losses.reconstruction_loss(
             output.reconstruction,
             target,
             reduction=recipe.reconstruction_reduction,  # type: ignore[arg-type]
             labels=batch.labels,
+            weight=recipe.reconstruction,
         )
-        terms["reconstruction"] = recipe.reconstruction * error
     if output.penalty is not None:
         terms["penalty"] = widen(output.penalty)
     return terms
