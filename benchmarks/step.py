@@ -272,7 +272,9 @@ def train(name: str, arguments: argparse.Namespace) -> bool:
         recipe = row.get(precision, arguments.batch_size)
         data = random_images(recipe, arguments.images)
         variants = [(False, False)] + [(False, False)] * row.noisy + [(True, False)] * cuda
-        variants += [(cuda, True)] * (row.compiled and not arguments.plain)
+        if cuda and arguments.captured:
+            variants = [(True, False)]
+        variants += [(cuda, True)] * (row.compiled and not arguments.plain and not arguments.captured)
         plain: list[float] = []
         noise = noise_at_once = 0.0
         for number, (capture, compiled) in enumerate(variants):
@@ -404,6 +406,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--least", type=float, default=0.4, help="seconds to spend on each time")
     parser.add_argument("--plain", action="store_true", help="leave out torch.compile")
+    parser.add_argument("--captured", action="store_true", help="captured steps alone, compared with nothing")
     parser.add_argument("--kernels", type=int, default=0, help="so many kernels of each captured step, by time")
     parser.add_argument("--blame", type=int, default=0, help="so many lines that hold memory when most is allocated")
     parser.add_argument("--seconds", type=float, default=110, help="after which no further row is begun")

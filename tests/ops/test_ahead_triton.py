@@ -119,10 +119,11 @@ def em(grad=True, **options):
         return em_routing(votes, tensors[2], *tensors[3], **options).poses
 
 
-def em_cifar10():
-    network = create_model("em_cifar10", backbone="simple")
-    with backend("triton"), torch.autocast("cpu", torch.bfloat16):
-        return network(torch.rand(16, 3, 32, 32)).scores
+def em_cifar10(autocast=False, memory_format=torch.contiguous_format, images=16):
+    network = create_model("em_cifar10", backbone="simple").to(memory_format=memory_format)
+    images = torch.rand(images, 3, 32, 32).contiguous(memory_format=memory_format)
+    with backend("triton"), torch.autocast("cpu", torch.bfloat16, autocast):
+        return network(images).scores
 
 
 CASES = {
@@ -130,6 +131,8 @@ CASES = {
     "three steps": lambda: em(iterations=3),
     "each window for itself": lambda: em(sites=False),
     "em_cifar10": em_cifar10,
+    "em_cifar10, channels last": lambda: em_cifar10(memory_format=torch.channels_last),
+    "em_cifar10, autocast": lambda: em_cifar10(autocast=True),
 }
 
 
@@ -140,6 +143,23 @@ def test_compiles_what_will_be_launched_and_nothing_else(case, chip, rehearsals)
     assert waiting(rehearsals[0])
     assert not waiting(chip.cached())
     assert any("backward" in name for name in chip.launches)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_all_layers_together(autocast, chip, rehearsals):
+    """And no layer by itself."""
+    em_cifar10(autocast, images=2).float().sum().backward()
+    assert len(rehearsals) == 1
+    assert keys(rehearsals[0]) == keys(chip.cached())
+
+
+def test_a_hook_sees_no_rehearsal(chip, rehearsals):
+    network, seen = create_model("em_cifar10", backbone="simple"), []
+    network.body.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.poses.device.type))
+    with backend("triton"):
+        network(torch.rand(2, 3, 32, 32)).scores.sum().backward()
+    assert seen == ["cpu"]
+    assert len(rehearsals) == len(network.body.layers)
 
 
 def test_inference_compiles_no_backward(chip, rehearsals):

@@ -520,7 +520,8 @@ def test_the_convolution_kernels(sizes, stride, padding, monkeypatch):
 
 
 @pytest.mark.parametrize("conv", ["grouped", pytest.param("triton", marks=ON_TRITON)])
-def test_a_depthwise_window_as_large_as_the_map(conv):
+def test_a_depthwise_window_as_large_as_the_map(conv, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     networks = [
         create_model("efficient_capsnet", image=(1, 10, 10), first_kernel=3, strides=(1, 1, 1, 2)) for _ in "ab"
     ]

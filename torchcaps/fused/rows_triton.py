@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 LONGEST = 128  # of the rows
 NUMBERS = 2048  # in a block of rows
+FEW = 128  # in a block where there are few rows
 PROGRAMS = 1024  # that share the rows where each leaves a sum of its own
 
 
@@ -235,7 +236,7 @@ def cut_rows(x: Tensor) -> tuple[int, dict[str, int]]:
     rows, padded = x.numel() // d, triton.next_power_of_2(d)
     most = max(1, NUMBERS // padded)
     few = triton.next_power_of_2(triton.cdiv(rows, 256))
-    return rows, {"D": d, "DP": padded, "R": min(most, max(few, min(most, 128 // padded), 1))}
+    return rows, {"D": d, "DP": padded, "R": min(most, max(few, min(most, FEW // padded), 1))}
 
 
 def laid_out_as(x: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 BACKENDS = ("auto", "torch", "triton")
 
 _backend = "auto"
+_rehearsal = threading.local()
 
 
 @contextmanager
@@ -43,10 +45,25 @@ def wanted(device: torch.device, replicas: bool = False) -> bool:
     """
     if _backend == "torch" or torch.compiler.is_compiling():
         return False
+    device = stands_for(device)
     if _backend == "auto" and (device.type != "cuda" or device.index not in (None, torch.cuda.current_device())):
         return False  # Triton launches on the current device
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     return not transforms or (replicas and [t.key() for t in transforms] == [torch._C._functorch.TransformType.Vmap])
+
+
+@contextmanager
+def standing_for(device: torch.device) -> Iterator[None]:
+    """Within it, in this thread, tensors without memory take the way of those on that device."""
+    _rehearsal.device = device
+    try:
+        yield
+    finally:
+        del _rehearsal.device
+
+
+def stands_for(device: torch.device) -> torch.device:
+    return getattr(_rehearsal, "device", device) if device.type == "meta" else device
 
 
 def fronted(info: Any, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

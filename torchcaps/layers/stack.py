@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchcaps.functional import check_count
+from torchcaps.ops.backend import rehearse
 from torchcaps.types import Capsules
 
 
@@ -32,6 +33,8 @@ class CapsuleStack(nn.Module):
         self.in_full = False
 
     def forward(self, poses: Tensor, activations: Tensor | None = None) -> Capsules:
+        if self.rehearses:
+            rehearse(self.forward, poses, activations)
         first = Capsules(poses, activations)
         states: list[Capsules] = []
         for layer in self.layers:
@@ -45,6 +48,12 @@ class CapsuleStack(nn.Module):
                 for layer, below, state in zip(self.layers[seen:], children[seen:], states[seen:], strict=True)
             ]
         return states[-1]
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether layers would wait for their kernels one after the other, and need not."""
+        routings = (getattr(layer, "routing", None) for layer in self.layers)
+        return len(self.layers) > 1 and all(getattr(routing, "rehearses", False) for routing in routings)
 
 
 class Residual(nn.Module):

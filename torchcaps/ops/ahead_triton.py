@@ -2,23 +2,28 @@
 
 Triton compiles a kernel when it is first launched, and the first training step launches dozens, one after the other. So
 the first call with new shapes is rehearsed, forward and backward, on tensors without memory: there a launch only asks
-for its kernel, which threads compile. A launch that comes before its kernel is ready waits for it. Nothing depends on a
-rehearsal: what it leaves out or cannot do is compiled at the launch, as ever.
+for its kernel, which threads compile. A launch that comes before its kernel is ready waits for it; so layers one after
+another are rehearsed together. Nothing depends on a rehearsal: what it leaves out or cannot do is compiled at the
+launch, as ever.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchcaps.fused.switch import standing_for, watched
 from torchcaps.ops.votes import Votes
 
 try:
@@ -30,7 +35,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ALIGNED = 16  # bytes; Triton compiles other code for an address that is no multiple of it
 
+FEW = 8  # threads: the first half of compiling is Python, and a long kernel should not share that with all others
+
 _met: set[Any] = set()
+_met_by: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 class launched:
@@ -42,6 +50,9 @@ class launched:
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(first: Tensor, *args: Any, **options: Any) -> None:
             if first.is_meta:
+                ahead = active_mode.get() if active_mode is not None else None
+                if isinstance(ahead, _Ahead):
+                    ahead.length = len(self.kernel.src)
                 self.kernel.warmup(first, *args, grid=grid, **options)
             else:
                 self.kernel[grid](first, *args, **options)
@@ -57,18 +68,51 @@ def rehearsed(function: F) -> F:
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        if active_mode is not None and not triton.knobs.runtime.interpret:
+        if _possible():
             key = (function, torch.is_grad_enabled(), _shapes(args))
-            if key not in _met:
+            ahead = active_mode.get()
+            if isinstance(ahead, _Ahead):  # of more than this
+                ahead.met.add(key)
+            elif key not in _met:
                 _met.add(key)
-                # modes and hooks that watch this thread, such as a checkpoint's, do not see another
-                thread = threading.Thread(target=_rehearse, args=(function, args, torch.is_grad_enabled()))
-                with suppress(RuntimeError):  # there is none to be had
-                    thread.start()
-                    thread.join()
+                _in_a_thread(function, args)
         return function(*args)
 
     return run  # type: ignore[return-value]
+
+
+def rehearse(method: Callable[..., Any], first: Tensor, *rest: Tensor | None) -> None:
+    """Has the kernels of a module's method compiled when shapes are first met; it launches none but by `launched`."""
+    module: nn.Module = method.__self__  # type: ignore[attr-defined]
+    device = first.device.type
+    asked = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    key = (method.__name__, module.training, torch.is_grad_enabled(), asked, _shapes((first, rest)))
+    met = _met_by.setdefault(module, set())
+    if key in met or not _possible():
+        return
+    met.add(key)
+    if any(map(watched, module.modules())):
+        return
+    own = [*module.parameters(), *module.buffers()]
+
+    def run(*twins: Any) -> Any:
+        twin = copy.deepcopy(module, {id(x): y for x, y in zip(own, twins, strict=False)})
+        with torch.autocast(device, asked[1], asked[0]):
+            return getattr(twin, method.__name__)(*twins[len(own) :])
+
+    _in_a_thread(run, (*own, first, *rest))
+
+
+def _possible() -> bool:
+    return active_mode is not None and not triton.knobs.runtime.interpret
+
+
+def _in_a_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Modes and hooks that watch this thread, such as a checkpoint's, do not see another."""
+    thread = threading.Thread(target=_rehearse, args=(function, args, torch.is_grad_enabled()))
+    with suppress(RuntimeError):  # there is none to be had
+        thread.start()
+        thread.join()
 
 
 def _shapes(x: Any) -> Any:
@@ -82,9 +126,17 @@ def _shapes(x: Any) -> Any:
     return None if isinstance(x, float) else x
 
 
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for y in x:
+            yield from _tensors(y)
+
+
 def _rehearse(function: Callable[..., Any], args: tuple[Any, ...], grad: bool) -> None:
     inputs: list[Tensor] = []
-    device = -1  # leaves the current one as it is
+    device = torch.device("cpu")
 
     def without_memory(x: Any) -> Any:
         nonlocal device
@@ -93,37 +145,55 @@ def _rehearse(function: Callable[..., Any], args: tuple[Any, ...], grad: bool) -
             return Votes(poses, weight, x.window, offset, x.products)
         if not isinstance(x, Tensor):
             return x
-        device = x.device.index if x.is_cuda else device
+        device = x.device if x.is_cuda else device
         begin = x.data_ptr() % ALIGNED // x.element_size()
         twin = torch.empty(2**48, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), begin)
         if grad and x.requires_grad:
             inputs.append(twin.requires_grad_())
         return twin
 
+    ahead = _Ahead()
     with suppress(Exception):
         args = tuple(map(without_memory, args))
-        active_mode.set(_Ahead())  # of this thread
-        with torch.cuda.device(device):
+        active_mode.set(ahead)  # of this thread
+        with torch.cuda.device(device.index if device.index is not None else -1), standing_for(device):  # -1: as it is
             outputs = function(*args)
-            outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
+            outputs = [x for x in _tensors(outputs) if x.requires_grad]
             if outputs:
                 torch.autograd.grad(outputs, inputs, [torch.empty_like(x) for x in outputs], allow_unused=True)
+        _met.update(ahead.met)
+    with suppress(RuntimeError):
+        ahead.start()
 
 
 class _Ahead:
     """Where Triton hands in what it would compile."""
 
+    def __init__(self) -> None:
+        self.met: set[Any] = set()
+        self.coming: list[_Coming] = []
+        self.length = 0  # of the source of the kernel that is asked for
+
     def submit(self, key: str, compiled: Callable[[], Any], keep: Callable[[Any], None], *more: Any) -> _Coming:
-        return _Coming(compiled, keep)
+        self.coming.append(_Coming(compiled, keep, self.length))
+        return self.coming[-1]
+
+    def start(self) -> None:
+        """The longest first, which the others would have to wait for."""
+        for coming in sorted(self.coming, key=lambda coming: -coming.length):
+            coming.start()
 
 
 class _Coming:
     """Stands in Triton's cache until the kernel is there."""
 
-    def __init__(self, compiled: Callable[[], Any], keep: Callable[[Any], None]):
-        self.compiled, self.keep = compiled, keep
-        self.future = _threads().submit(self.build)
+    def __init__(self, compiled: Callable[[], Any], keep: Callable[[Any], None], length: int):
+        self.compiled, self.keep, self.length = compiled, keep, length
+        self.future: Future[Any] | None = None
         keep(self)
+
+    def start(self) -> None:
+        self.future = _threads().submit(self.build)
 
     def build(self) -> Any:
         kernel = self.compiled()
@@ -133,7 +203,7 @@ class _Coming:
 
     def result(self) -> Any:
         try:
-            kernel = self.future.result()
+            kernel = self.compiled() if self.future is None else self.future.result()
         except KeyboardInterrupt:
             _threads().shutdown(wait=False, cancel_futures=True)  # or they would all be compiled before the exit
             _threads.cache_clear()
@@ -150,4 +220,4 @@ class _Coming:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="triton")
+    return ThreadPoolExecutor(min(FEW, os.cpu_count() or 1), thread_name_prefix="triton")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from torchcaps.fused import backend, has_triton, switch, wanted
 from torchcaps.ops.votes import StoredVotes, Votes
 
-__all__ = ["attends_fused", "attends_itself_fused", "backend", "convolves_fused", "runs_fused", "runs_in_cache"]
+__all__ = [
+    "attends_fused",
+    "attends_itself_fused",
+    "backend",
+    "convolves_fused",
+    "rehearse",
+    "runs_fused",
+    "runs_in_cache",
+]
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -61,6 +71,14 @@ def runs_in_cache(votes: Votes) -> bool:
     from torchcaps.ops.votes_cpu import fits
 
     return switch._backend == "auto" and fits(votes)
+
+
+def rehearse(method: Callable[..., Any], first: Tensor, *rest: Tensor | None) -> None:
+    """Has the kernels of a module's method, where it has some, compiled together before the first of them is needed."""
+    if not first.is_meta and wanted(first.device) and has_triton():
+        from torchcaps.ops import ahead_triton
+
+        ahead_triton.rehearse(method, first, *rest)
 
 
 def _say_once(reason: str) -> None:

@@ -32,6 +32,7 @@ from torchcaps.ops.votes_triton import (
     parents_at,
     store_rows,
     to_entries,
+    unknown,
 )
 
 
@@ -54,7 +55,7 @@ def em_backward_gather(
         children = load_children(poses, n, i, S, T)
         squares, slopes = no_entries(T), no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
+            x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
             squares += x * x * sharp[m]
             slopes += x * (d_once[m] + x * d_twice[m])
         d_share = over_entries(slopes) + d_zeroth
@@ -104,7 +105,7 @@ def em_backward(
         if KIND == FITTED:
             squares, bends = no_entries(T), no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
+                x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
                 square = x * x
                 squares += square * sharp[m]
                 bends += square * d_twice[m]
@@ -119,7 +120,7 @@ def em_backward(
         for top in tl.static_range(0, T.M, T.G):
             grads = ()
             for m in tl.static_range(top, top + T.G):
-                x = from_centre(children, w, middle, offset, again, i, j, m, S, T)
+                x = from_centre(children[m], w, middle[m], offset, again, i, j, unknown(m), S, T)
                 if KIND == FITTED:
                     grad = to_entries(share) * (d_once[m] + x * d_twice[m])
                 elif SQUARES:
@@ -136,7 +137,7 @@ def em_backward(
                 else:
                     slopes += x * slope
                 grads = grads + (grad,)
-            d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, top, S, T, ATOMIC)
+            d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, unknown(top), S, T, ATOMIC)
         store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
         if KIND == FITTED:
             once, twice = new_once, new_twice

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.rows_triton import cut_rows, rows_at
+from torchcaps.fused.rows_triton import FEW, NUMBERS, cut_rows, rows_at
 from torchcaps.ops.ahead_triton import launched
 
 
@@ -156,7 +156,7 @@ class _Fit(torch.autograd.Function):
         new = partial(torch.empty, dtype=torch.float32, device=centre.device)
         mean, score = new(centre.shape), new(centre.shape[:-1])
         precision = mean if last else new(centre.shape)
-        rows, block = cut_rows(centre)
+        rows, block = _cut(centre)
         em_fit_forward[(triton.cdiv(rows, block["R"]),)](
             mass, first, second, centre, beta_u, beta_a, mean, precision, score, score, temperature, floor, len(mass),
             rows, len(beta_u), last, **block,
@@ -173,7 +173,7 @@ class _Fit(torch.autograd.Function):
         new = partial(torch.empty, dtype=torch.float32, device=centre.device)
         d_mass, d_first, d_second = new(mass.shape[1:]), new(first.shape[1:]), new(second.shape[1:])
         d_betas = new(2, *mass.shape[1:])
-        rows, block = cut_rows(centre)
+        rows, block = _cut(centre)
         em_fit_backward[(triton.cdiv(rows, block["R"]),)](
             mass, first, second, centre, beta_u, beta_a, d_mean, d_precision, d_score, d_score, d_mass, d_first,
             d_second, d_betas, temperature, floor, len(mass), rows, len(beta_u), last, **block,
@@ -181,3 +181,10 @@ class _Fit(torch.autograd.Function):
         parts = (x.expand(len(mass), *x.shape) for x in (d_mass, d_first, d_second))
         d_beta_u, d_beta_a = d_betas.sum(1)
         return *parts, None, d_beta_u.to(ctx.dtypes[0]), d_beta_a.to(ctx.dtypes[1]), None, None, None
+
+
+def _cut(centre: Tensor) -> tuple[int, dict[str, int]]:
+    """As `cut_rows`, but with the most rows in a program or few, for each number between is compiled anew."""
+    rows, block = cut_rows(centre)
+    most, few = NUMBERS // block["DP"], max(1, FEW // block["DP"])
+    return rows, block | {"R": most if 2 * block["R"] >= most else few}

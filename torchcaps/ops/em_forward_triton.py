@@ -24,6 +24,7 @@ from torchcaps.ops.votes_triton import (
     store_rows,
     to_entries,
     to_parents,
+    unknown,
 )
 
 # Where a child's shares come from: the same for every parent [n, i], one for each [n, i, j], or the Gaussians'.
@@ -78,10 +79,10 @@ def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.con
     """
     if T.PRECISION != "tf32":
         start = alone(0.0) if nothing is None else nothing
-        votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T) + centre[m]
+        votes = cast_votes(children, weight, first_votes(offset, start, i, j, m, S, T), T) + centre
     else:
-        start = centre[m] if nothing is None else centre[m] + nothing
-        votes = cast_votes(children[m], weight, first_votes(offset, start, i, j, m, S, T), T)
+        start = centre if nothing is None else centre + nothing
+        votes = cast_votes(children, weight, first_votes(offset, start, i, j, m, S, T), T)
     return votes
 
 
@@ -107,7 +108,7 @@ def em_gather(
         children = load_children(poses, n, i, S, T)
         squares = no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
+            x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
             squares += x * x * sharp[m]
         logits = known - 0.5 * over_entries(squares)
         top = tl.max(tl.max(logits, 3), 0)
@@ -145,12 +146,12 @@ def em_forward(
         if KIND == FITTED:
             squares = no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children, w, middle, offset, None, i, j, m, S, T)
+                x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
                 squares += x * x * sharp[m]
             share *= tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
         new_once, new_twice = (), ()
         for m in tl.static_range(T.M):
-            x = from_centre(children, w, middle, offset, again, i, j, m, S, T)
+            x = from_centre(children[m], w, middle[m], offset, again, i, j, unknown(m), S, T)
             weighted = to_entries(share) * x
             new_once = new_once + (once[m] + tl.sum(weighted, 2),)
             if SQUARES:

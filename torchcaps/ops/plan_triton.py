@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchcaps.fused.switch import stands_for
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import Space, Tile, pack
 from torchcaps.ops.windows import Window
@@ -37,7 +38,7 @@ def interpreted() -> bool:
 
 def why_not(votes: Votes) -> str | None:
     """What keeps these votes from running fused, if anything does."""
-    if not (votes.device.type == "cuda" or interpreted()):
+    if not (stands_for(votes.device).type == "cuda" or interpreted()):
         return f"the votes are on {votes.device.type}"
     if votes.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the votes are {votes.dtype}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.functional import widen
+from torchcaps.fused.switch import stands_for
 from torchcaps.ops.backend import runs_fused
 from torchcaps.ops.votes import Votes
 from torchcaps.types import Capsules
@@ -49,7 +50,7 @@ def in_full_precision(routing: R) -> R:
 
 def product_dtype(votes: Votes) -> torch.dtype:
     """Autocast's, or that of the poses."""
-    device = votes.device.type
+    device = stands_for(votes.device).type
     asked = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if asked else votes.poses.dtype
 

@@ -161,7 +161,10 @@ def attend_to_weights(
         ).to(tl.float32)  # fmt: skip
         there = (n < images)[:, None] & (column < J * D)[None, :]
         grad = tl.load(d_votes + (child * (J * D))[:, None] + column[None, :], mask=there, other=0.0)
-        to_weight += tl.sum(pose[:, :, None] * grad[None], 1)
+        if AP >= 16:  # the sum below would become a product too, but one in TF32
+            to_weight = tl.dot(pose, grad, to_weight, input_precision="ieee")
+        else:
+            to_weight += tl.sum(pose[:, :, None] * grad[None], 1)
         if d_prior is not None:
             pairs = d_prior + (child * J)[:, None] + j[None, :]
             to_prior += tl.sum(tl.load(pairs, mask=(n < images)[:, None] & (j < J)[None, :], other=0.0), 0)

@@ -74,6 +74,12 @@ def column(T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def unknown(m):
+    """A number that a helper is not traced anew for; nothing is left of it when the helper is in its place."""
+    return tl.full((), m, tl.int32)
+
+
+@triton.jit
 def children_at(n, i, m, S, T: tl.constexpr):
     """Where row m of the poses of children i to i + C lies, and whether it is there. Shapes: [BN, (c a)]"""
     k = tl.arange(0, T.C * T.AP)
@@ -105,7 +111,7 @@ def load_children(poses, n, i, S, T: tl.constexpr):
     """Shapes: M times [JB, BN, (c a)], the same for every JB"""
     rows = ()
     for m in tl.static_range(T.M):
-        at, there = children_at(n, i, m, S, T)
+        at, there = children_at(n, i, unknown(m), S, T)
         tile = rounded(tl.load(poses + at, mask=there, other=0.0), T)
         rows = rows + (tl.broadcast_to(tile[None], (T.JB, T.BN, T.C * T.AP)),)
     return rows
@@ -232,7 +238,7 @@ def load_rows(x, n, j, S, T: tl.constexpr):
     """What belongs to windows, row by row. Shapes: x [n, j, d] -> M times [JB, BN, 1, EH, JL, EL]"""
     rows = ()
     for m in tl.static_range(T.M):
-        at, there = rows_at(n, j, m, S, T)
+        at, there = rows_at(n, j, unknown(m), S, T)
         row = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
         rows = rows + (tl.reshape(row, (T.JB, T.BN, 1, T.EH, T.JL, T.EL)),)
     return rows
@@ -251,7 +257,7 @@ def store_rows(x, rows, split, n, j, S, T: tl.constexpr):
     """Shapes: M times [JB, BN, EH, JL, EL] -> x [splits, n, j, d]"""
     x += split.to(tl.int64) * S.N * S.J * (T.M * T.E)
     for m in tl.static_range(T.M):
-        at, there = rows_at(n, j, m, S, T)
+        at, there = rows_at(n, j, unknown(m), S, T)
         tl.store(x + at, tl.reshape(rows[m], (T.JB, T.BN, T.EH * T.JL * T.EL)), mask=there)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.plan_triton import Plan
+from torchcaps.ops.votes_triton import unknown
 from torchcaps.ops.windows import Window
 
 LEAST = tl.constexpr(-1e38)  # stands for the log of 0
@@ -40,7 +41,7 @@ def fold(windows, poses, blocks, H, W, CAPS, S, T: tl.constexpr, STRIDE: tl.cons
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in range(blocks):
         for tap in tl.static_range(T.KS * T.KS):
-            site, seen = window_over(y, x, tap, y < H, S, T.KS, STRIDE)
+            site, seen = window_over(y, x, unknown(tap), y < H, S, T.KS, STRIDE)
             entry = p
             if T.SCRAMBLED:
                 flat = p * (S.Y * S.X) + site
@@ -89,7 +90,7 @@ def over_windows(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def even_shares(x, out, blocks, S, KS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Divides what belongs to children, summed over blocks, by the parents in all windows that compete for them.
 

@@ -74,6 +74,8 @@ def parent_logits(mass: Tensor, variance: Tensor, beta_u: Tensor, beta_a: Tensor
 class EMRouting(nn.Module):
     """Args: as `em_routing`; one beta_u and one beta_a is learnt for each parent type."""
 
+    rehearses = True  # its kernels can be compiled before there is anything to route
+
     def __init__(
         self,
         in_caps: int,

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchcaps.functional import length, squash, squash_exp
 from torchcaps.fused import autocasted
+from torchcaps.fused.switch import fronted
 
 
 class Stack:
@@ -143,22 +144,13 @@ class _Rule(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
 
-def _front(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """The replicas' axis first; what they share is repeated without a copy."""
-    if x is None:
-        return None
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
 class _Conv(_Rule):
     """Shapes: x [r, b, c, h, w], weight [r, c', c / groups, k, k], bias [r, c'] -> [b, r, c', h', w']"""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
         size, (stride, padding, dilation, groups, form) = info.batch_size, options
-        stacked, kernels, offsets = (
-            _front(t, dim, size) for t, dim in zip((x, weight, bias), in_dims[:3], strict=True)
-        )
+        stacked, kernels, offsets = fronted(info, in_dims, (x, weight, bias))
         assert stacked is not None
         assert kernels is not None
         plain = (padding, dilation) in ((0, 1), ((0, 0), (1, 1)), (0, (1, 1)), ((0, 0), 1))
@@ -208,8 +200,7 @@ class _Linear(_Rule):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        found = (_front(t, dim, info.batch_size) for t, dim in zip((x, weight, bias), in_dims, strict=True))
-        stacked, kernels, offsets = autocasted(*found)
+        stacked, kernels, offsets = autocasted(*fronted(info, in_dims, (x, weight, bias)))
         rows = stacked.flatten(1, -2) if stacked.dim() > 2 else stacked[:, None]
         out = rows @ kernels.mT if offsets is None else _Products.apply(rows, kernels, offsets)
         return out.reshape(*stacked.shape[:-1], -1), 0
@@ -241,7 +232,7 @@ class _BatchNorm(_Rule):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
         size = info.batch_size
-        stacked, *vectors = (_front(t, dim, size) for t, dim in zip((x, *rest[:4]), in_dims[:5], strict=True))
+        stacked, *vectors = fronted(info, in_dims, (x, *rest[:4]))
         assert stacked is not None
         flat: Any = [None if vector is None else vector.flatten() for vector in vectors]
         return F.batch_norm(stacked.transpose(0, 1).flatten(1, 2), *flat, *rest[4:]).unflatten(1, (size, -1)), 1
@@ -252,7 +243,7 @@ class _Rows(_Rule):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, poses: Tensor, function: Callable[..., Tensor], dim: int) -> Any:
-        stacked = _front(poses, in_dims[0], info.batch_size)
+        (stacked,) = fronted(info, in_dims, (poses,))
         return function(stacked, dim=dim if dim < 0 else dim + 1), 0
 
 
