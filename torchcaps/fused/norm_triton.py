@@ -382,5 +382,5 @@ def _cut(x: Tensor, squashed: int) -> tuple[tuple[int, int], tuple[int, int, int
     high = numbers // wide
     blocks = triton.cdiv(pixels, high)
     per_program = triton.cdiv(blocks, max(1, min(PARTS, PROGRAMS // columns)))
-    block = {"P": high, "C": wide, "num_warps": numbers // 512}
+    block = {"P": high, "C": wide, "num_warps": max(1, numbers // 512)}
     return (triton.cdiv(blocks, per_program), columns), (pixels, channels, per_program), block
