@@ -215,6 +215,17 @@ def test_what_is_not_a_number_stays_so():
         assert norm_relu_squash(features, norm, 8).isnan().any()
 
 
+@pytest.mark.parametrize("length", [0.0, 1e-20, 1e-15])
+def test_capsules_of_next_to_no_length_have_gradients(length):
+    """The square of 1e-20 is no normal number, and a GPU takes its inverse root for infinite."""
+    features, norm = channels_last(2, 8, 2, 3, 3).requires_grad_(), nn.BatchNorm2d(16).to(DEVICE)
+    nn.init.constant_(norm.weight, length)
+    with backend("triton"):
+        poses = norm_relu_squash(features, norm, 8)
+    for gradient in torch.autograd.grad(poses.sum(), [features, *norm.parameters()]):
+        assert gradient.isfinite().all()
+
+
 def test_hooks_hear_of_the_norm():
     heard, norm = [], nn.BatchNorm2d(16).to(DEVICE)
     norm.register_forward_hook(lambda module, args, output: heard.append(output))

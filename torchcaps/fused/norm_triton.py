@@ -24,6 +24,7 @@ from torchcaps.fused.rows_triton import LONGEST, factors, in_capsules, laid_out_
 NUMBERS = 4096  # in a block of pixels, 16 for each thread
 PROGRAMS = 528  # that share a map at most, four for each multiprocessor of an H200
 PARTS = 128  # of the pixels at most: each program of a second kernel reads them all
+SMALLEST = tl.constexpr(2.0**-126)  # normal number in float32
 
 
 @triton.jit
@@ -172,9 +173,10 @@ def _vectors(bias, weight, shift, moments, channels, C: tl.constexpr):
 
 @triton.jit
 def _through_squash(active, above, D: tl.constexpr):
-    """Shapes: [P, C]"""
+    """Below the smallest normal number a GPU takes the inverse root for infinite. Shapes: [P, C]"""
     square = in_capsules(active * active, D)
-    inverse = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
+    normal = square >= SMALLEST
+    inverse = tl.where(normal, tl.rsqrt(tl.where(normal, square, 1.0)), 0.0)
     factor, slope = factors(square * inverse, "squash")
     along = in_capsules(above * active, D) * slope * inverse
     return times(above, factor, D) + times(active, along, D)
