@@ -104,7 +104,7 @@ def gated_by(first: Tensor, second: Tensor, m1: nn.Conv2d, m2: nn.Conv2d, cross:
     Args:
         cross: m1 is read off the second vote and m2 off the first.
 
-    Shapes: first and second [b, c, d, h, w] -> [b, c, d, h, w], and m1 and m2, without a gradient, [b, 2, c, h, w]
+    Shapes: first and second [b, c, d, h, w] -> [b, c, d, h, w], and m1 and m2 [b, 2, c, h, w]
     """
     if not wanted(first.device) or not has_triton() or watched(m1) or watched(m2):
         return None

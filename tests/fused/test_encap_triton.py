@@ -157,7 +157,7 @@ def test_the_gate_with_its_coefficients(size, version, dtype, monkeypatch):
     def run(first, second, *parameters):
         votes = [x.contiguous(memory_format=torch.channels_last).unflatten(1, (c, d)) for x in (first, second)]
         mixed = functional_call(routing, dict(zip(names, parameters, strict=True)), (*votes, votes[0]))
-        return mixed.poses, mixed.coupling.detach()
+        return mixed.poses, mixed.coupling
 
     def without_formula(*inputs):
         with monkeypatch.context() as patch, backend("triton"):
@@ -167,6 +167,18 @@ def test_the_gate_with_its_coefficients(size, version, dtype, monkeypatch):
     votes = [channels_last(b, c, d, h, w), channels_last(b, c, d, h, w) + 1]
     inputs = votes + [drawn(*parameter.shape) for parameter in routing.parameters()]
     assert_as_accurate(without_formula, on("torch", run), inputs, dtype)
+
+
+def test_the_coefficients_alone_have_gradients(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    routing = MasterAide(4, 2, 2).to(DEVICE)
+    votes = [channels_last(2, 4, 2, 5, 7).unflatten(1, (4, 2)).requires_grad_() for _ in range(2)]
+    found = []
+    for name in ("triton", "torch"):
+        with backend(name):
+            coupling = routing(*votes, votes[0]).coupling
+        found.append(torch.autograd.grad(coupling, [*votes, *routing.parameters()], drawn(*coupling.shape)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_the_coefficients_kernels_take_their_own_convolutions_only():

@@ -258,7 +258,7 @@ def _pixel_by_pixel(votes: Tensor) -> bool:
 def mixture(
     master: Tensor, aide: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, cross: bool
 ) -> tuple[Tensor, Tensor]:
-    """The mixture, and the coefficients, which have no gradient.
+    """The mixture, and the coefficients.
 
     Args:
         cross: m1 is read off the aide and m2 off the master, rather than each off its own.
@@ -286,18 +286,20 @@ class _Mixture(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(master, aide, of_master, master_bias, of_aide, aide_bias, m)
         ctx.cross = cross
-        ctx.mark_non_differentiable(m)
         ctx.set_materialize_grads(False)
         return y, m
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, d_y: Tensor | None, to_m: Tensor | None) -> Any:
         master, aide, of_master, _, of_aide, _, m = ctx.saved_tensors
         _, caps, h, w, dim = master.shape
-        d_y, d_m = laid_out_as(master, d_y), torch.empty_like(m)
+        d_y = torch.zeros_like(master) if d_y is None else laid_out_as(master, d_y)
+        d_m = torch.empty_like(m)
         grid, pixels, block = _cut(master, NUMBERS)
         mixture_slopes[grid](master, aide, d_y, d_m, pixels, **block, num_warps=8)
+        if to_m is not None:
+            d_m += to_m
         d_master, d_aide, *rest = (torch.empty_like(x) for x in ctx.saved_tensors[:-1])
         (blocks, columns), _, block = _cut(master, HELD)
         block |= {"CROSS": ctx.cross, "HEIGHT": h, "WIDTH": w, "num_warps": 8}
