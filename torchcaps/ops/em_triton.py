@@ -230,7 +230,7 @@ class _Moments(torch.autograd.Function):
             )  # fmt: skip
             total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
         few = _plan(votes, wide=FEWER) if votes.products == torch.bfloat16 else cut
-        if few.tile.PACKED and few is not cut:
+        if few.tile.PACKED and few.tile != cut.tile:
             packed = pack_weight(weight, few)
         if ctx.kind == 2:
             splits = few.grid[1]
