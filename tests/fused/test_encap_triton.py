@@ -190,17 +190,21 @@ def test_the_coefficients_kernels_take_their_own_convolutions_only():
     assert not takes_mixture(votes.contiguous(), votes, conv, conv)
     assert not takes_mixture(votes, votes.half(), conv, conv)
     assert not takes_mixture(votes, votes, conv, copy.deepcopy(conv).to(memory_format=torch.channels_last))
+    gaps = copy.deepcopy(conv)
+    gaps.weight = nn.Parameter(drawn(4, 4, 3, 3)[:, ::2])
     for other in (
+        gaps,
         nn.Conv2d(8, 4, 3, padding=1),
         nn.Conv2d(8, 4, 3, padding=0, groups=4),
         nn.Conv2d(8, 4, 3, padding=1, groups=4, bias=False),
         nn.Conv2d(8, 4, 3, padding=1, groups=4, stride=2),
+        nn.Conv2d(8, 4, 3, padding=1, groups=4, padding_mode="circular"),
+        nn.Conv2d(4, 4, 3, padding=1, groups=2),
+        nn.Identity(),
     ):
         assert not takes_mixture(votes, votes, other, other)
-    votes, conv = (
-        channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1),
-        nn.Conv2d(12, 4, 3, padding=1, groups=4),
-    )
+    votes = channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1)
+    conv = nn.Conv2d(12, 4, 3, padding=1, groups=4)
     assert not takes_mixture(votes, votes, conv, conv)
 
 

@@ -244,10 +244,21 @@ def takes_mixture(master: Tensor, aide: Tensor, m1: nn.Conv2d, m2: nn.Conv2d) ->
         and caps & (caps - 1) == 0
         and dim & (dim - 1) == 0
         and all(_pixel_by_pixel(vote) for vote in (master, aide))
-        and all(conv.weight.shape == (caps, dim, 3, 3) and conv.bias is not None for conv in (m1, m2))
+        and all(_reads_coefficients(conv, caps, dim) for conv in (m1, m2))
         and m1.weight.stride() == m2.weight.stride()
-        and m1.weight.stride(2) == 3 * m1.weight.stride(3)
-        and all(conv.stride == (1, 1) and conv.padding == (1, 1) and conv.dilation == (1, 1) for conv in (m1, m2))
+    )
+
+
+def _reads_coefficients(conv: nn.Module, caps: int, dim: int) -> bool:
+    return (
+        isinstance(conv, nn.Conv2d)
+        and conv.weight.shape == (caps, dim, 3, 3)
+        and conv.groups == caps
+        and conv.stride == conv.padding == conv.dilation == (1, 1)
+        and conv.padding_mode == "zeros"
+        and any(conv.weight.is_contiguous(memory_format=f) for f in (torch.contiguous_format, torch.channels_last))
+        and conv.bias is not None
+        and conv.bias.is_contiguous()
     )
 
 
