@@ -208,11 +208,14 @@ def test_the_coefficients_kernels_take_their_own_convolutions_only():
     assert not takes_mixture(votes, votes, conv, conv)
 
 
-def test_a_whole_layer_in_training(monkeypatch):
+@pytest.mark.parametrize("aide", ["full", "complement"])
+@pytest.mark.parametrize("routing", [None, MasterAide])
+@pytest.mark.parametrize("caps", [5, 8])
+def test_a_whole_layer_in_training(caps, routing, aide, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(1)
-    layer = CapConv(8, 2, 4, 3, 1, MasterAide, skip=True).to(DEVICE, memory_format=torch.channels_last)
-    u = channels_last(3, 8, 2, 6, 5).unflatten(1, (8, 2)).requires_grad_()
+    layer = CapConv(caps, 2, 4, 3, 1, routing, aide, skip=True).to(DEVICE, memory_format=torch.channels_last)
+    u = channels_last(3, caps, 2, 6, 5).unflatten(1, (caps, 2)).requires_grad_()
     found = []
     for name in ("triton", "torch"):
         own = copy.deepcopy(layer)
@@ -221,6 +224,32 @@ def test_a_whole_layer_in_training(monkeypatch):
         gradients = torch.autograd.grad(poses, [u, *own.parameters()], drawn(*poses.shape))
         found.append([poses, *gradients, *own.buffers()])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("routing", [None, MasterAide])
+def test_biases_that_move_nothing_have_gradient_0(routing):
+    """None would keep weight decay from them, and rounding is enough for Adam to take whole steps."""
+    layer = CapConv(8, 2, 4, 3, 1, routing, skip=True).to(DEVICE, memory_format=torch.channels_last)
+    poses = channels_last(3, 8, 2, 6, 5).unflatten(1, (8, 2))
+    with backend("triton"):
+        layer(poses).poses.square().sum().backward()
+    convs = [layer.skip] + ([layer.master] if routing is None else [layer.master[0], layer.aide[0]])
+    for conv in convs:
+        assert torch.equal(conv.bias.grad, torch.zeros_like(conv.bias))
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, features):
+        return 2 * super().forward(features)
+
+
+def test_a_convolution_with_its_own_forward_keeps_it():
+    layer = CapConv(8, 2, 4, 3, skip=True).to(DEVICE)
+    layer.skip = Doubled(16, 32, 3, padding=1).to(DEVICE)
+    layer.to(memory_format=torch.channels_last)
+    poses = channels_last(3, 8, 2, 6, 5).unflatten(1, (8, 2))
+    ours, plain = (on(name, copy.deepcopy(layer))(poses).poses for name in ("triton", "torch"))
+    torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_not_a_number_stays_so():

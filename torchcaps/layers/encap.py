@@ -100,7 +100,7 @@ class CapConv(nn.Module):
 
 
 class Activation(nn.Module):
-    """Batch norm, ReLU, squash, of what is left of a convolution's bias too.
+    """Batch norm, ReLU, squash, with a bias that the convolution before has not added.
 
     Shapes: features [b, (c d), h, w], bias [(c d)] -> [b, c, d, h, w]
     """
@@ -115,7 +115,11 @@ class Activation(nn.Module):
 
     def biased_later(self, conv: nn.Module, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """The convolution, and its bias where that is left to the norm's kernels."""
-        if isinstance(conv, nn.Conv2d) and leaves_bias(features, conv, self.norm):
+        if (
+            isinstance(conv, nn.Conv2d)
+            and type(conv).forward is nn.Conv2d.forward
+            and leaves_bias(features, conv, self.norm)
+        ):
             return conv._conv_forward(features, conv.weight, None), conv.bias
         return conv(features), None
 
