@@ -4,7 +4,7 @@ Maps lie in memory with their channels last. The first kernel of each way leaves
 share of the pixels, and every program of the second adds up those of its own channels. Nothing is kept but the
 convolution's output, mean and scale; the gradient to the convolution's bias needs no pass of its own, for two more sums
 over the pixels where ReLU is open give it. Replicas under vmap are more channels. The numbers of a capsule are
-neighbours among the channels, and a thread's sixteen bytes hold whole capsules or half of one.
+neighbours among the channels: most are summed by one thread, the largest by a few of a warp.
 """
 
 # mypy: disable-error-code="assignment"
