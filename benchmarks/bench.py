@@ -64,7 +64,9 @@ ON_CPU = (
 )
 LARGE = {"image": (3, 227, 227), "classes": 196, "decoder": False}  # 11 x 11 x 32 children, as an issue tracker has it
 ON_CUDA = (
+    Case("efficient_capsnet_mnist", 16, precision="bf16"),
     Case("efficient_capsnet_mnist", 16, precision="tf32"),
+    Case("em_cifar10", 128, SIMPLE, precision="bf16"),
     Case("em_cifar10", 128, SIMPLE, precision="tf32"),
     Case("capsnet_mnist", 128, precision="bf16"),
     Case("capsnet_mnist", 128, precision="tf32"),

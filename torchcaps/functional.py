@@ -39,18 +39,32 @@ def squash(poses: Tensor, dim: int = -1) -> Tensor:
     return (s * (norm / (1 + norm * norm))).to(poses.dtype)
 
 
-def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int) -> Tensor:
+def norm_relu_squash(features: Tensor, norm: nn.Module, caps: int, bias: Tensor | None = None) -> Tensor:
     """Batch norm over the channels, ReLU, and the squash of each capsule among them.
 
-    Shapes: [b, (c d), h, w] -> [b, c, d, h, w]
+    Args:
+        bias: what a convolution before it has not added yet, see `leaves_bias`.
+
+    Shapes: features [b, (c d), h, w], bias [(c d)] -> [b, c, d, h, w]
     """
     if wanted(features.device) and has_triton():
-        from torchcaps.fused import encap_triton
+        from torchcaps.fused import norm_triton
 
-        fits = encap_triton.takes_activation(features, norm, caps) and not watched(norm)
+        dim = features.shape[1] // caps
+        fits = norm_triton.takes_capsules(features, bias, norm, dim) and not watched(norm)
         if fits and isinstance(norm, nn.BatchNorm2d):
-            return encap_triton.activation(features, norm, caps).unflatten(1, (caps, -1))
+            return norm_triton.norm_with_relu(features, bias, norm, False, squashed=dim).unflatten(1, (caps, -1))
+    if bias is not None:
+        features = features + bias.to(features.dtype)[:, None, None]
     return squash(F.relu(norm(features)).unflatten(1, (caps, -1)), dim=2)
+
+
+def leaves_bias(features: Tensor, conv: nn.Module, norm: nn.Module) -> bool:
+    """Whether a convolution of these features leaves its bias to `norm_relu_squash`.
+
+    The batch norm of a training step takes out what a bias adds, which only the running mean needs to hear of.
+    """
+    return norm.training and wanted(features.device) and has_triton() and not watched(conv) and not watched(norm)
 
 
 def whole_map_capsules(
@@ -82,6 +96,26 @@ def gated(first: Tensor, second: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
         if encap_triton.takes_gate(*rows):
             return encap_triton.gate(*rows).movedim(-1, 2)
     return m1.unsqueeze(2) * first + m2.unsqueeze(2) * second
+
+
+def gated_by(first: Tensor, second: Tensor, m1: nn.Conv2d, m2: nn.Conv2d, cross: bool) -> tuple[Tensor, Tensor] | None:
+    """As `gated`, with 3 x 3 convolutions that read m1 and m2 off the votes; None where there is no kernel for it.
+
+    Args:
+        cross: m1 is read off the second vote and m2 off the first.
+
+    Shapes: first and second [b, c, d, h, w] -> [b, c, d, h, w], and m1 and m2 [b, 2, c, h, w]
+    """
+    if not wanted(first.device) or not has_triton() or watched(m1) or watched(m2):
+        return None
+    from torchcaps.fused import gate_triton
+
+    rows = first.movedim(2, -1), second.movedim(2, -1)
+    if not gate_triton.takes_mixture(*rows, m1, m2):
+        return None
+    weight1, bias1, weight2, bias2 = autocasted(m1.weight, m1.bias, m2.weight, m2.bias)
+    mixture, coefficients = gate_triton.mixture(*rows, weight1, bias1, weight2, bias2, cross)
+    return mixture.movedim(-1, 2), coefficients
 
 
 def squash_exp(poses: Tensor, dim: int = -1) -> Tensor:

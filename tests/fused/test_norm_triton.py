@@ -81,7 +81,8 @@ class Wrapped(nn.Module):
 def test_outputs_statistics_and_gradients(size, relu_first, dtype, small_blocks):
     b, c, h, w = SIZES[size]
     inputs = [2 * channels_last(b, c, h, w) + 0.5, drawn(c, seed=2) / 2, drawn(c, seed=3), drawn(c, seed=4) / 2]
-    run = norm_of(c, relu_first)
+    eps = 10.0 if b * h * w == 2 else 1e-3  # next to a small one two numbers become -1 and 1, with gradients near 0
+    run = norm_of(c, relu_first, eps=eps)
     assert_as_accurate(on("triton", run), on("torch", run), inputs, dtype)
 
 

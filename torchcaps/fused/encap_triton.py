@@ -1,7 +1,5 @@
-"""What EncapNet does to its maps between convolutions, forward and backward, in as few passes as there can be.
+"""The gate of master and aide in EncapNet, one kernel each way.
 
-Batch norm, ReLU and squash: once the statistics are known, one kernel forward; backward one for the sums over the
-batch and one for the gradient, and nothing is kept but the input. The gate of master and aide: one kernel each way.
 Maps lie in memory with their channels last, so a capsule is a row and the rows of a pixel follow each other.
 """
 
@@ -14,99 +12,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.norm_triton import trains
-from torchcaps.fused.rows_triton import (
-    NUMBERS,
-    PROGRAMS,
-    cut_rows,
-    factors,
-    laid_out_as,
-    load_rows,
-    relu,
-    rows_at,
-    takes,
-)
-
-
-@triton.jit
-def _places(pixels, block, CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
-    """Where the numbers of a block of pixels lie, and which are there. Shapes: [P, CAPS, DP], [P, 1, DP]"""
-    pixel = block.to(tl.int64) * P + tl.arange(0, P)
-    capsule, entry = tl.arange(0, CAPS), tl.arange(0, DP)
-    at = (pixel[:, None, None] * CAPS + capsule[None, :, None]) * D + entry[None, None, :]
-    return at, (pixel < pixels)[:, None, None] & (entry < D)[None, None, :]
-
-
-@triton.jit
-def _of_channels(vector, CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Shapes: [1, CAPS, DP]"""
-    entry = tl.arange(0, DP)[None, :]
-    channel = tl.arange(0, CAPS)[:, None] * D + entry
-    return tl.load(vector + channel, mask=entry < D, other=0.0).to(tl.float32)[None, :, :]
-
-
-@triton.jit
-def _activated(x, mean, scale, weight, bias, at, there, CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The input with mean 0 and variance 1, and what batch norm and ReLU make of it. Shapes: [P, CAPS, DP]"""
-    unit = (load_rows(x, at, there) - _of_channels(mean, CAPS, D, DP)) * _of_channels(scale, CAPS, D, DP)
-    active = unit * _of_channels(weight, CAPS, D, DP) + _of_channels(bias, CAPS, D, DP)
-    return unit, tl.where(there, relu(active), 0.0)
-
-
-@triton.jit
-def _before_relu(active, above):
-    """The gradient through squash and ReLU. Shapes: [P, CAPS, DP] -> [P, CAPS, DP]"""
-    norm = tl.sqrt(tl.sum(active * active, 2))
-    factor, slope = factors(norm, "squash")
-    inverse = tl.where(norm > 0, 1 / tl.where(norm > 0, norm, 1.0), 0.0)
-    along = tl.sum(above * active, 2) * slope * inverse
-    return tl.where(active > 0, above * factor[:, :, None] + active * along[:, :, None], 0.0)
-
-
-@triton.jit
-def activation_forward(
-    x, mean, scale, weight, bias, y, pixels, CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr
-):
-    at, there = _places(pixels, tl.program_id(0), CAPS, D, DP, P)
-    _, active = _activated(x, mean, scale, weight, bias, at, there, CAPS, D, DP)
-    factor, _ = factors(tl.sqrt(tl.sum(active * active, 2)), "squash")
-    tl.store(y + at, (active * factor[:, :, None]).to(y.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def activation_sums(
-    x, mean, scale, weight, bias, d_y, sums, pixels, per_program,
-    CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Each program leaves its own sums, of the gradients to weight and bias. Shapes: sums [programs, 2, CAPS, D]"""
-    to_weight, to_bias = tl.zeros((CAPS, DP), tl.float32), tl.zeros((CAPS, DP), tl.float32)
-    for k in range(per_program):
-        at, there = _places(pixels, tl.program_id(0) * per_program + k, CAPS, D, DP, P)
-        unit, active = _activated(x, mean, scale, weight, bias, at, there, CAPS, D, DP)
-        grad = _before_relu(active, load_rows(d_y, at, there))
-        to_weight += tl.sum(grad * unit, 0)
-        to_bias += tl.sum(grad, 0)
-    entry = tl.arange(0, DP)[None, :]
-    own = tl.program_id(0) * 2 * CAPS * D + tl.arange(0, CAPS)[:, None] * D + entry
-    tl.store(sums + own, to_weight, mask=entry < D)
-    tl.store(sums + own + CAPS * D, to_bias, mask=entry < D)
-
-
-@triton.jit
-def activation_backward(
-    x, mean, scale, weight, bias, d_y, sums, d_x, pixels,
-    CAPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    at, there = _places(pixels, tl.program_id(0), CAPS, D, DP, P)
-    unit, active = _activated(x, mean, scale, weight, bias, at, there, CAPS, D, DP)
-    grad = _before_relu(active, load_rows(d_y, at, there))
-    along = _of_channels(sums, CAPS, D, DP) / pixels
-    level = _of_channels(sums + CAPS * D, CAPS, D, DP) / pixels
-    gain = _of_channels(weight, CAPS, D, DP) * _of_channels(scale, CAPS, D, DP)
-    tl.store(d_x + at, ((grad - level - unit * along) * gain).to(d_x.dtype.element_ty), mask=there)
+from torchcaps.fused.rows_triton import cut_rows, laid_out_as, load_rows, rows_at, takes
 
 
 @triton.jit
@@ -134,64 +43,6 @@ def gate_backward(
     tl.store(d_aide + at, (above * second).to(d_aide.dtype.element_ty), mask=there)
     tl.store(d_m1 + row, to_first.to(d_m1.dtype.element_ty), mask=row < rows)
     tl.store(d_m2 + row, to_second.to(d_m2.dtype.element_ty), mask=row < rows)
-
-
-def takes_activation(features: Tensor, norm: nn.Module, caps: int) -> bool:
-    """Whether this is the batch norm of a training step as torch has it, over maps whose rows are capsules."""
-    return (
-        trains(norm)
-        and features.shape[1] % caps == 0
-        and caps & (caps - 1) == 0
-        and caps * triton.next_power_of_2(features.shape[1] // caps) <= NUMBERS
-        and features.numel() > features.shape[1]
-        and features.is_contiguous(memory_format=torch.channels_last)
-        and takes(features.unflatten(1, (caps, -1)).movedim(2, -1))
-    )
-
-
-def activation(features: Tensor, norm: nn.BatchNorm2d, caps: int) -> Tensor:
-    """Shapes: [b, (c d), h, w] -> [b, (c d), h, w]"""
-    assert norm.momentum is not None
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    mean, var = torch.batch_norm_update_stats(features.detach(), norm.running_mean, norm.running_var, norm.momentum)
-    y: Tensor = _Activation.apply(features, norm.weight, norm.bias, mean, (var + norm.eps).rsqrt(), caps)
-    return y
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, caps: int) -> Tensor:
-        ctx.save_for_backward(x, mean, scale, weight, bias)
-        ctx.caps = caps
-        y = torch.empty_like(x)
-        pixels, block = _pixels(x, caps)
-        activation_forward[(triton.cdiv(pixels, block["P"]),)](x, mean, scale, weight, bias, y, pixels, **block)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> Any:
-        inputs = ctx.saved_tensors
-        x, weight = inputs[0], inputs[3]
-        d_y, d_x = laid_out_as(x, d_y), torch.empty_like(x)
-        pixels, block = _pixels(x, ctx.caps)
-        blocks = triton.cdiv(pixels, block["P"])
-        per_program = triton.cdiv(blocks, PROGRAMS)
-        programs = triton.cdiv(blocks, per_program)
-        parts = torch.empty(programs, 2, len(weight), dtype=torch.float32, device=x.device)
-        activation_sums[(programs,)](*inputs, d_y, parts, pixels, per_program, **block)
-        sums = parts.sum(0)
-        activation_backward[(blocks,)](*inputs, d_y, sums, d_x, pixels, **block)
-        return d_x, *sums.to(weight.dtype), None, None, None
-
-
-def _pixels(x: Tensor, caps: int) -> tuple[int, dict[str, int]]:
-    """How many pixels there are, and how many a program takes: fewer where there are few, to fill the device."""
-    pixels, dim = x.numel() // x.shape[1], x.shape[1] // caps
-    padded = triton.next_power_of_2(dim)
-    few = triton.next_power_of_2(triton.cdiv(pixels, 256))
-    return pixels, {"CAPS": caps, "D": dim, "DP": padded, "P": min(NUMBERS // (caps * padded), max(4, few))}
 
 
 def takes_gate(master: Tensor, aide: Tensor, m1: Tensor, m2: Tensor) -> bool:

@@ -1,9 +1,10 @@
-"""Bias, ReLU and batch norm of a training step between two convolutions: two kernels forward, two backward.
+"""Bias, ReLU, batch norm and squash of a training step between two convolutions: two kernels forward, two backward.
 
 Maps lie in memory with their channels last. The first kernel of each way leaves partial sums of a few channels over a
 share of the pixels, and every program of the second adds up those of its own channels. Nothing is kept but the
 convolution's output, mean and scale; the gradient to the convolution's bias needs no pass of its own, for two more sums
-over the pixels where ReLU is open give it. Replicas under vmap are more channels.
+over the pixels where ReLU is open give it. Replicas under vmap are more channels. The numbers of a capsule are
+neighbours among the channels: most are summed by one thread, the largest by a few of a warp.
 """
 
 # mypy: disable-error-code="assignment"
@@ -18,11 +19,13 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchcaps.fused.rows_triton import laid_out_as, load_rows, relu
+from torchcaps.fused.rows_triton import LONGEST, factors, in_capsules, laid_out_as, load_rows, relu, times
 
-NUMBERS = 2048  # in a block of pixels
-PROGRAMS = 1056  # that share a map at most, eight for each multiprocessor of an H200
+NUMBERS = 4096  # in a block of pixels, 16 for each thread
+REGISTERS = 64  # of a thread that takes moments: it waits for memory, so many threads are worth more
+PROGRAMS = 528  # that share a map at most, four for each multiprocessor of an H200
 PARTS = 128  # of the pixels at most: each program of a second kernel reads them all
+SMALLEST = tl.constexpr(2.0**-126)  # normal number in float32
 
 
 @triton.jit
@@ -60,6 +63,15 @@ def _offset(bias, channels, C: tl.constexpr):
 
 
 @triton.jit
+def _taken(x, offset, at, there, RELU_FIRST: tl.constexpr):
+    """What the norm takes; a bias that it would take out again is left out. Shapes: [P, C]"""
+    value = load_rows(x, at, there)
+    if RELU_FIRST:
+        value = relu(value + offset)
+    return value
+
+
+@triton.jit
 def _merged(mean, spread, count, total):
     """Mean and sum of squares around it, from those of parts (Chan et al. 1979). Shapes: [k, C], [k, 1] -> [1, C]
 
@@ -89,12 +101,10 @@ def norm_moments(
     seen = tl.zeros((P, 1), tl.float32)
     for k in range(per_program):
         at, there, inside = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        value = load_rows(x, at, there) + offset
-        if RELU_FIRST:
-            value = relu(value)
+        value = _taken(x, offset, at, there, RELU_FIRST)
         seen += inside.to(tl.float32)
         away = tl.where(there, value - mean, 0.0)
-        mean += away / tl.maximum(seen, 1.0)
+        mean += away * (1 / tl.maximum(seen, 1.0))
         spread += away * (value - mean)
     own, around = _merged(mean, spread, seen, _sum(seen))
     place = parts + tl.program_id(0) * 2 * channels
@@ -103,36 +113,54 @@ def norm_moments(
 
 
 @triton.jit
-def norm_forward(
-    x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
-    pixels, channels, per_program, count, norms,
-    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Finishes the statistics and normalises. Shapes: moments [2, channels], of mean and scale; tracked [norms]"""
+def _statistics(parts, pixels, channels, per_program, count, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """Mean and sum of squares around it, of all pixels. Shapes: parts [k, 2, channels] -> [1, C]"""
     means, spreads = _parts(parts, 0, channels, count, C, K, 2), _parts(parts, 1, channels, count, C, K, 2)
     left = pixels - tl.arange(0, K) * (per_program * P)
     share = tl.minimum(tl.maximum(left, 0), per_program * P).to(tl.float32)
-    mean, spread = _merged(means, spreads, share[:, None], pixels)
+    return _merged(means, spreads, share[:, None], pixels)
+
+
+@triton.jit
+def _track(
+    mean, spread, running_mean, running_var, tracked, momentum, pixels, channels, norms,
+    C: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    before = _vector(running_mean, channels, C)
+    _store(running_mean, before + momentum * (mean - before), channels, C)
+    before = _vector(running_var, channels, C)
+    _store(running_var, before + momentum * (spread / (pixels - 1) - before), channels, C)
+    norm = tl.program_id(1) * N + tl.arange(0, N)
+    tl.store(tracked + norm, tl.load(tracked + norm, mask=norm < norms) + 1, mask=norm < norms)
+
+
+@triton.jit
+def norm_forward(
+    x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
+    pixels, channels, per_program, count, norms,
+    P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Finishes the statistics, normalises and, with a `D`, squashes.
+
+    Shapes: moments [2, channels], of mean and scale; tracked [norms]
+    """
+    mean, spread = _statistics(parts, pixels, channels, per_program, count, P, C, K)
     scale = 1 / tl.sqrt(spread / pixels + eps)
     if tl.program_id(0) == 0:
         _store(moments, mean, channels, C)
         _store(moments + channels, scale, channels, C)
-        before = _vector(running_mean, channels, C)
-        _store(running_mean, before + momentum * (mean - before), channels, C)
-        before = _vector(running_var, channels, C)
-        _store(running_var, before + momentum * (spread / (pixels - 1) - before), channels, C)
-        norm = tl.program_id(1) * N + tl.arange(0, N)
-        tl.store(tracked + norm, tl.load(tracked + norm, mask=norm < norms) + 1, mask=norm < norms)
+        seen = mean if RELU_FIRST else mean + _offset(bias, channels, C)
+        _track(seen, spread, running_mean, running_var, tracked, momentum, pixels, channels, norms, C, N)
     offset, level = _offset(bias, channels, C), _vector(shift, channels, C)
     gain = _vector(weight, channels, C) * scale
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        value = load_rows(x, at, there) + offset
-        if RELU_FIRST:
-            value = relu(value)
-        value = (value - mean) * gain + level
+        value = (_taken(x, offset, at, there, RELU_FIRST) - mean) * gain + level
         if not RELU_FIRST:
             value = relu(value)
+        if D:
+            factor, _ = factors(tl.sqrt(in_capsules(value * value, D)), "squash")
+            value = times(value, factor, D)
         tl.store(y + at, value.to(y.dtype.element_ty), mask=there)
 
 
@@ -145,23 +173,36 @@ def _vectors(bias, weight, shift, moments, channels, C: tl.constexpr):
 
 
 @triton.jit
-def _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST: tl.constexpr):
+def _through_squash(active, above, D: tl.constexpr):
+    """Below the smallest normal number a GPU takes the inverse root for infinite. Shapes: [P, C]"""
+    square = in_capsules(active * active, D)
+    normal = square >= SMALLEST
+    inverse = tl.where(normal, tl.rsqrt(tl.where(normal, square, 1.0)), 0.0)
+    factor, slope = factors(square * inverse, "squash")
+    along = in_capsules(above * active, D) * slope * inverse
+    return times(above, factor, D) + times(active, along, D)
+
+
+@triton.jit
+def _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST: tl.constexpr, D: tl.constexpr):
     """The normalised input, the gradient that reaches it, and where it goes on from there. Shapes: [P, C]"""
-    value, above = load_rows(x, at, there) + offset, load_rows(d_y, at, there)
+    value, above = _taken(x, offset, at, there, RELU_FIRST), load_rows(d_y, at, there)
     goes_on = there
     if RELU_FIRST:
         goes_on = there & (value > 0)
-        value = relu(value)
-    unit = tl.where(there, (value - mean) * scale, 0.0)
+    unit = (value - mean) * scale
     if not RELU_FIRST:
-        above = tl.where(unit * gain + level > 0, above, 0.0)
+        active = unit * gain + level
+        if D:
+            above = _through_squash(relu(active), above, D)
+        above = tl.where(active > 0, above, 0.0)
     return unit, above, goes_on
 
 
 @triton.jit
 def norm_sums(
     x, bias, weight, shift, moments, d_y, parts, pixels, channels, per_program,
-    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, EACH: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, RELU_FIRST: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Of each program's share: the gradient's sums for shift and weight; where ReLU is open, its sum and how often.
 
@@ -172,7 +213,7 @@ def norm_sums(
     passed, opened = tl.zeros((P, C), tl.float32), tl.zeros((P, C), tl.float32)
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        unit, above, goes_on = _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST)
+        unit, above, goes_on = _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST, D)
         to_shift += above
         to_weight += above * unit
         if EACH == 4:
@@ -202,7 +243,7 @@ def _to_bias(passed, opened, to_shift, level, along, zero, pixels):
 @triton.jit
 def norm_backward(
     x, bias, weight, shift, moments, d_y, parts, d_x, d_vectors, pixels, channels, per_program, count,
-    P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, RELU_FIRST: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Shapes: d_vectors [3, channels], to weight, shift and bias, or the first two where there is no bias"""
     offset, mean, scale, gain, level = _vectors(bias, weight, shift, moments, channels, C)
@@ -221,8 +262,10 @@ def norm_backward(
             _store(d_vectors + 2 * channels, tl.zeros((1, C), tl.float32), channels, C)
     for k in range(per_program):
         at, there, _ = _block(tl.program_id(0) * per_program + k, pixels, channels, P, C)
-        unit, above, goes_on = _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST)
-        grad = tl.where(goes_on, (above - even - unit * along) * (gain * scale), 0.0)
+        unit, above, goes_on = _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST, D)
+        grad = (above - even - unit * along) * (gain * scale)
+        if RELU_FIRST:
+            grad = tl.where(goes_on, grad, 0.0)
         tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=there)
 
 
@@ -257,12 +300,22 @@ def _state(norm: nn.Module) -> tuple[Any, ...]:
     return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
-def norm_with_relu(maps: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d, relu_first: bool) -> Tensor:
+def takes_capsules(maps: Tensor, bias: Tensor | None, norm: nn.Module, dim: int) -> bool:
+    """As `takes`, for capsules of so many channels."""
+    return takes(maps, bias, norm) and maps.shape[1] % dim == 0 and dim <= LONGEST and dim & (dim - 1) == 0
+
+
+def norm_with_relu(
+    maps: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d, relu_first: bool, squashed: int = 0
+) -> Tensor:
     """Batch norm of max(maps + bias, 0), or max(., 0) of the batch norm of maps + bias, and its running statistics.
+
+    Args:
+        squashed: how many channels are a capsule; where it is 0 nothing is squashed after ReLU.
 
     Shapes: maps [b, c, h, w], bias [c] -> [b, c, h, w]
     """
-    y, _ = _Norm.apply(maps, bias, *_state(norm), norm.momentum, norm.eps, relu_first)
+    y, _ = _Norm.apply(maps, bias, *_state(norm), norm.momentum, norm.eps, relu_first, squashed)
     return y
 
 
@@ -271,28 +324,28 @@ class _Norm(torch.autograd.Function):
     def forward(
         x: Tensor, bias: Tensor | None, weight: Tensor, shift: Tensor,
         running_mean: Tensor, running_var: Tensor, tracked: Tensor,
-        momentum: float, eps: float, relu_first: bool,
+        momentum: float, eps: float, relu_first: bool, squashed: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y = torch.empty_like(x)
-        grid, sizes, block = _cut(x)
+        grid, sizes, block = _cut(x, squashed)
         parts = torch.empty(grid[0], 2, len(weight), dtype=torch.float32, device=x.device)
         moments = torch.empty(2, len(weight), dtype=torch.float32, device=x.device)
         block["RELU_FIRST"] = relu_first
-        norm_moments[grid](x, bias, parts, *sizes, **block)
+        norm_moments[grid](x, bias, parts, *sizes, **block, maxnreg=REGISTERS)
         norm_forward[grid](
             x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
-            *sizes, grid[0], tracked.numel(), **block,
+            *sizes, grid[0], tracked.numel(), **block, D=squashed,
             K=triton.next_power_of_2(grid[0]), N=triton.next_power_of_2(triton.cdiv(tracked.numel(), grid[1])),
         )  # fmt: skip
         return y, moments
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, bias, weight, shift, *_, relu_first = inputs
+        x, bias, weight, shift, *_, relu_first, squashed = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, bias, weight, shift, output[1])
-        ctx.relu_first = relu_first
+        ctx.relu_first, ctx.squashed = relu_first, squashed
 
     @staticmethod
     @once_differentiable
@@ -300,15 +353,15 @@ class _Norm(torch.autograd.Function):
         inputs = ctx.saved_tensors
         x, bias, weight = inputs[:3]
         d_y, d_x = laid_out_as(x, d_y), torch.empty_like(x)
-        grid, sizes, block = _cut(x)
+        grid, sizes, block = _cut(x, ctx.squashed)
         each = 4 if ctx.relu_first and bias is not None else 2
         parts = torch.empty(grid[0], each, len(weight), dtype=torch.float32, device=x.device)
         vectors = torch.empty(2 if bias is None else 3, len(weight), dtype=torch.float32, device=x.device)
-        block |= {"RELU_FIRST": ctx.relu_first, "EACH": each}
+        block |= {"RELU_FIRST": ctx.relu_first, "EACH": each, "D": ctx.squashed}
         norm_sums[grid](*inputs, d_y, parts, *sizes, **block)
         padded = triton.next_power_of_2(grid[0])
         norm_backward[grid](*inputs, d_y, parts, d_x, vectors, *sizes, grid[0], **block, K=padded)
-        return d_x, None if bias is None else vectors[2], vectors[0], vectors[1], None, None, None, None, None, None
+        return d_x, None if bias is None else vectors[2], vectors[0], vectors[1], *[None] * 7
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
@@ -322,12 +375,15 @@ class _Norm(torch.autograd.Function):
         return (y.unflatten(1, (info.batch_size, -1)), moments.unflatten(1, (info.batch_size, -1))), (1, 1)
 
 
-def _cut(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
-    """The grid over pixels and channels; pixels, channels and blocks for each program; and the size of a block."""
+def _cut(x: Tensor, squashed: int) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
+    """The grid over pixels and channels; pixels, channels and blocks for each program; and a block and its warps."""
     channels = x.shape[1]
     pixels = x.numel() // channels
-    wide = min(triton.next_power_of_2(channels), 16 if channels < 256 else 32)
-    high = NUMBERS // wide
-    blocks, columns = triton.cdiv(pixels, high), triton.cdiv(channels, wide)
+    wide = max(squashed, min(triton.next_power_of_2(channels), 16 if channels < 256 else 32))
+    columns = triton.cdiv(channels, wide)
+    numbers = NUMBERS if x.numel() > NUMBERS * PROGRAMS // 4 else NUMBERS // 2  # fewer, to fill the device
+    high = numbers // wide
+    blocks = triton.cdiv(pixels, high)
     per_program = triton.cdiv(blocks, max(1, min(PARTS, PROGRAMS // columns)))
-    return (triton.cdiv(blocks, per_program), columns), (pixels, channels, per_program), {"P": high, "C": wide}
+    block = {"P": high, "C": wide, "num_warps": max(1, numbers // 512)}
+    return (triton.cdiv(blocks, per_program), columns), (pixels, channels, per_program), block

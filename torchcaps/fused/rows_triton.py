@@ -38,7 +38,20 @@ def load_rows(x, at, there):
 @triton.jit
 def relu(x):
     """As torch has it: what is not a number stays so."""
-    return tl.where(x < 0, 0.0, x)
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def in_capsules(x, D: tl.constexpr):
+    """The sum over each capsule. Shapes: [P, C] -> [P, C / D]"""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // D, D)), 2)
+
+
+@triton.jit
+def times(x, factor, D: tl.constexpr):
+    """Every capsule times a factor of its own. Shapes: [P, C], [P, C / D] -> [P, C]"""
+    capsules = tl.reshape(x, (x.shape[0], x.shape[1] // D, D))
+    return tl.reshape(capsules * factor[:, :, None], x.shape)
 
 
 @triton.jit

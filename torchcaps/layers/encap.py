@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchcaps.functional import flatten_capsules, norm_relu_squash, squash
+from torchcaps.functional import flatten_capsules, leaves_bias, norm_relu_squash, squash
 from torchcaps.ops.grouped import GroupedConv2d, GroupedConvTranspose2d
 from torchcaps.types import Capsules
 
@@ -61,17 +61,17 @@ class CapConv(nn.Module):
         master = GroupedConv2d(ins, outs, kernel_size, stride, padding=kernel_size // 2, groups=caps)
         if routing is None:
             self.routing, self.aide = None, None
-            self.master: nn.Module = master
+            self.master: nn.Conv2d | Vote = master
         else:
             self.routing = routing(caps, in_dim, out_dim, stride)
-            self.master = nn.Sequential(master, Activation(caps, out_dim))
+            self.master = Vote(master, Activation(caps, out_dim))
             wide = kernel_size + self.routing.reach
             others = (
                 nn.Conv2d(ins, outs, wide, stride, padding=wide // 2)
                 if aide == "full"
                 else ComplementConv(caps, in_dim, out_dim, wide, stride)
             )
-            self.aide = nn.Sequential(others, Activation(caps, out_dim))
+            self.aide = Vote(others, Activation(caps, out_dim))
         self.skip = nn.Conv2d(ins, outs, 3, stride, padding=1) if skip else None
         self.activation = Activation(caps, out_dim)
 
@@ -84,23 +84,25 @@ class CapConv(nn.Module):
     ) -> Capsules:
         """`shortcut` [b, c, d, h', w'] is added before the batch norm: the skip around several layers of type II."""
         features = poses.flatten(1, 2)
-        coupling = None
+        coupling = bias = None
         if self.routing is None or self.aide is None:
-            mixture = self.master(features)
+            mixture, bias = self.activation.biased_later(self.master, features)
         else:
             mixed = self.routing(self.master(features), self.aide(features), poses)
             mixture, coupling = mixed.poses.flatten(1, 2), mixed.coupling
         if self.skip is not None:
-            mixture = mixture + self.skip(features)
+            around, more = self.activation.biased_later(self.skip, features)
+            mixture = mixture + around
+            bias = more if bias is None else bias if more is None else bias + more
         if shortcut is not None:
             mixture = mixture + shortcut.flatten(1, 2)
-        return Capsules(self.activation(mixture), None, coupling)
+        return Capsules(self.activation(mixture, bias), None, coupling)
 
 
 class Activation(nn.Module):
-    """Batch norm, ReLU, squash.
+    """Batch norm, ReLU, squash, with a bias that the convolution before has not added.
 
-    Shapes: [b, (c d), h, w] -> [b, c, d, h, w]
+    Shapes: features [b, (c d), h, w], bias [(c d)] -> [b, c, d, h, w]
     """
 
     def __init__(self, caps: int, dim: int):
@@ -108,8 +110,33 @@ class Activation(nn.Module):
         self.caps = caps
         self.norm = nn.BatchNorm2d(caps * dim)
 
+    def forward(self, features: Tensor, bias: Tensor | None = None) -> Tensor:
+        return norm_relu_squash(features, self.norm, self.caps, bias)
+
+    def biased_later(self, conv: nn.Module, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The convolution, and its bias where that is left to the norm's kernels."""
+        if (
+            isinstance(conv, nn.Conv2d)
+            and type(conv).forward is nn.Conv2d.forward
+            and leaves_bias(features, conv, self.norm)
+        ):
+            return conv._conv_forward(features, conv.weight, None), conv.bias
+        return conv(features), None
+
+
+class Vote(nn.Sequential):
+    """A convolution and its activation.
+
+    Shapes: [b, (c p), h, w] -> [b, c, d, h / stride, w / stride]
+    """
+
+    def __init__(self, conv: nn.Conv2d, activation: Activation):
+        super().__init__(conv, activation)
+
     def forward(self, features: Tensor) -> Tensor:
-        return norm_relu_squash(features, self.norm, self.caps)
+        conv, activation = self
+        assert isinstance(activation, Activation)
+        return cast(Tensor, activation(*activation.biased_later(conv, features)))
 
 
 class ComplementConv(nn.Conv2d):
@@ -125,8 +152,8 @@ class ComplementConv(nn.Conv2d):
         others = (1 - torch.eye(caps)).repeat_interleave(out_dim, 0).repeat_interleave(in_dim, 1)
         self.register_buffer("others", others[..., None, None], persistent=False)
 
-    def forward(self, features: Tensor) -> Tensor:
-        return F.conv2d(features, self.weight * self.others, self.bias, self.stride, self.padding)
+    def _conv_forward(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv2d(features, weight * self.others, bias, self.stride, self.padding)  # type: ignore[arg-type]
 
 
 class CapDeconv(nn.Module):

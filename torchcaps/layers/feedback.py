@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchcaps.layers.chain import Chain
 from torchcaps.layers.encap import CapDeconv
 from torchcaps.losses import kl_divergence, sinkhorn_divergence
 
@@ -137,7 +138,7 @@ def extractor_network(channels: int) -> nn.Sequential:
     Shapes: [b, c, h, w] -> [b, f] with f = (h / 4) (w / 4), rounded up
     """
     hidden = max(1, channels // 4)
-    return nn.Sequential(
+    return Chain(
         nn.Conv2d(channels, hidden, 3, stride=2, padding=1),
         nn.BatchNorm2d(hidden),
         nn.ReLU(),

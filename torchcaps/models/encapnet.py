@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from torchcaps.layers.chain import Chain
 from torchcaps.layers.decoder import Decoder
 from torchcaps.layers.encap import CapConv, CapFC
 from torchcaps.layers.feedback import Feedback, Path
@@ -86,7 +87,7 @@ class EncapNet(Network):
     ):
         super().__init__(image, classes, LengthHead(), decoder)
         channels, height, width = image
-        self.stem = nn.Sequential(nn.Conv2d(channels, CAPS, 3, padding=1), nn.BatchNorm2d(CAPS), nn.ReLU())
+        self.stem = Chain(nn.Conv2d(channels, CAPS, 3, padding=1), nn.BatchNorm2d(CAPS), nn.ReLU())
         self.body = nn.ModuleList(modules)
         for stride in STRIDES:
             height, width = -(-height // stride), -(-width // stride)

@@ -39,6 +39,7 @@ from torchcaps.ops.votes_triton import Tile
 from torchcaps.ops.windows import Window
 from torchcaps.ops.windows_triton import fold_windows, shared_evenly, sum_over_windows
 
+FEWER = 16  # columns of a product where gradients of four rows are at hand too, in bfloat16: two children, not four
 NARROW = 168  # registers of a thread with which a multiprocessor has room for three programs of four warps, not two
 
 
@@ -209,7 +210,7 @@ class _Moments(torch.autograd.Function):
         votes = Votes(poses, weight, ctx.window, offset, ctx.products)
         cut = _plan(votes)
         n, i, j = cut.space[-3:]
-        splits, blocks = cut.grid[1:]
+        blocks = cut.grid[2]
         d_first = d_first[0].contiguous()
         d_mass, d_second = (d_first if x is None else x[0].contiguous() for x in (d_mass, d_second))
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
@@ -228,16 +229,21 @@ class _Moments(torch.autograd.Function):
                 d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
             )  # fmt: skip
             total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
+        few = _plan(votes, wide=FEWER) if votes.products == torch.bfloat16 else cut
+        if few.tile.PACKED and few.tile != cut.tile:
+            packed = pack_weight(weight, few)
+        if ctx.kind == 2:
+            splits = few.grid[1]
             d_mean, d_precision = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
             d_score = new(splits, n, j)
         else:
-            warps = cut.options["num_warps"]  # each has parents of its own, and none waits for the others
+            warps = few.options["num_warps"]  # each has parents of its own, and none waits for the others
             d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks * warps, n, i)
-        em_backward[cut.grid](
+        em_backward[few.grid](
             poses, packed, or_(offset, gates), gates, centre, or_(precision, gates), or_(score, gates),
             or_(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, or_(d_offset, gates), d_gates,
-            d_mean, d_precision, d_score, 0.0, cut.per_split, cut.space, cut.tile, ctx.kind, ctx.squares, atomic,
-            **cut.options,
+            d_mean, d_precision, d_score, 0.0, few.per_split, few.space, few.tile, ctx.kind, ctx.squares, atomic,
+            **few.options,
         )  # fmt: skip
         if ctx.kind != 1:
             d_gates = shared_evenly(d_gates, cut, ctx.competing) if ctx.kind == 0 else summed(d_gates)
@@ -257,12 +263,12 @@ class _Moments(torch.autograd.Function):
         return *shaped, None, None, None, None, None
 
 
-def _plan(votes: Votes) -> Plan:
+def _plan(votes: Votes, wide: int = 64) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
     packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
     stages = 3 if votes.products == torch.bfloat16 else 2
-    return plan(votes, low=1 if large else 2, block=8, packed=packed, stages=stages)
+    return plan(votes, low=1 if large else 2, block=8, wide=wide, packed=packed, stages=stages)
 
 
 def _strict(votes: Votes, tile: Tile) -> Tile:

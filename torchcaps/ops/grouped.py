@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchcaps.fused import autocasted
 from torchcaps.ops.backend import convolves_fused
 
 MOST_CHANNELS = 1024  # beyond them the zeros cost more than they save
@@ -35,11 +36,12 @@ class GroupedConv2d(nn.Conv2d):
     Shapes: [b, (g p), h, w] -> [b, (g d), h', w']
     """
 
-    def forward(self, features: Tensor) -> Tensor:
+    def _conv_forward(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.dilation != (1, 1) or self.padding_mode != "zeros" or not spreads(features, self.in_channels):
-            return super().forward(features)
-        weight = block_diagonal(self.weight, self.groups)
-        return F.conv2d(features, weight, self.bias, self.stride, self.padding)  # type: ignore[arg-type]
+            return super()._conv_forward(features, weight, bias)
+        (weight,) = autocasted(weight)
+        dense = block_diagonal(weight, self.groups)
+        return F.conv2d(features, dense, bias, self.stride, self.padding)  # type: ignore[arg-type]
 
 
 class GroupedConvTranspose2d(nn.ConvTranspose2d):
@@ -52,8 +54,9 @@ class GroupedConvTranspose2d(nn.ConvTranspose2d):
         if self.dilation != (1, 1) or not spreads(features, self.in_channels):
             return super().forward(features, size)
         spare = self._output_padding(features, size, self.stride, self.padding, self.kernel_size, 2)  # type: ignore[arg-type]
-        weight = block_diagonal(self.weight, self.groups)
-        return F.conv_transpose2d(features, weight, self.bias, self.stride, self.padding, spare)  # type: ignore[arg-type]
+        (weight,) = autocasted(self.weight)
+        dense = block_diagonal(weight, self.groups)
+        return F.conv_transpose2d(features, dense, self.bias, self.stride, self.padding, spare)  # type: ignore[arg-type]
 
 
 def map_groups(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchcaps.functional import gated
+from torchcaps.functional import gated, gated_by
 from torchcaps.ops.grouped import GroupedConv2d
 from torchcaps.types import Capsules
 
@@ -61,6 +61,10 @@ class MasterAide(nn.Module):
         if self.m2 is None:
             source = master if self.version == "v1" else children
             return master_aide(master, aide, self.m1(source.flatten(1, 2)))
+        if self.gate == "cross":
+            mixed = gated_by(master, aide, self.m1, self.m2, cross=self.version == "v3")
+            if mixed is not None:
+                return Capsules(mixed[0], None, mixed[1])
         if self.version == "v4":
             first, second = master, aide
         elif self.gate == "cross":
