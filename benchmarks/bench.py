@@ -64,14 +64,16 @@ ON_CPU = (
 )
 LARGE = {"image": (3, 227, 227), "classes": 196, "decoder": False}  # 11 x 11 x 32 children, as an issue tracker has it
 ON_CUDA = (
-    Case("efficient_capsnet_mnist", 16, precision="tf32"),
-    Case("em_cifar10", 128, SIMPLE, precision="tf32"),
+    Case("efficient_capsnet_mnist", 16, precision="bf16"),
     Case("capsnet_mnist", 128, precision="bf16"),
-    Case("capsnet_mnist", 128, precision="tf32"),
+    Case("em_cifar10", 128, SIMPLE, precision="bf16"),
     Case("inverted_cifar10", 128, precision="bf16"),
-    Case("inverted_cifar10", 128, precision="tf32"),
     Case("inverted_cifar10", 128, {"iterations": 3}, precision="bf16"),
     Case("capsnet", 128, LARGE, precision="bf16"),
+    Case("efficient_capsnet_mnist", 16, precision="tf32"),
+    Case("capsnet_mnist", 128, precision="tf32"),
+    Case("em_cifar10", 128, SIMPLE, precision="tf32"),
+    Case("inverted_cifar10", 128, precision="tf32"),
 )
 QUICK = (Case("efficient_capsnet_mnist", 4), Case("inverted_cifar10", 1, SIMPLE))
 QUICK_COLD = ("efficient_capsnet_mnist",)

@@ -90,11 +90,11 @@ def gated(first: Tensor, second: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
     Shapes: first and second [b, c, d, h, w], m1 and m2 [b, c, h, w] -> [b, c, d, h, w]
     """
     if wanted(first.device) and has_triton():
-        from torchcaps.fused import encap_triton
+        from torchcaps.fused import gate_triton
 
         rows = first.movedim(2, -1), second.movedim(2, -1), m1, m2
-        if encap_triton.takes_gate(*rows):
-            return encap_triton.gate(*rows).movedim(-1, 2)
+        if gate_triton.takes_gate(*rows):
+            return gate_triton.gate(*rows).movedim(-1, 2)
     return m1.unsqueeze(2) * first + m2.unsqueeze(2) * second
 
 
@@ -108,13 +108,13 @@ def gated_by(first: Tensor, second: Tensor, m1: nn.Conv2d, m2: nn.Conv2d, cross:
     """
     if not wanted(first.device) or not has_triton() or watched(m1) or watched(m2):
         return None
-    from torchcaps.fused import gate_triton
+    from torchcaps.fused import mixture_triton
 
     rows = first.movedim(2, -1), second.movedim(2, -1)
-    if not gate_triton.takes_mixture(*rows, m1, m2):
+    if not mixture_triton.takes_mixture(*rows, m1, m2):
         return None
     weight1, bias1, weight2, bias2 = autocasted(m1.weight, m1.bias, m2.weight, m2.bias)
-    mixture, coefficients = gate_triton.mixture(*rows, weight1, bias1, weight2, bias2, cross)
+    mixture, coefficients = mixture_triton.mixture(*rows, weight1, bias1, weight2, bias2, cross)
     return mixture.movedim(-1, 2), coefficients
 
 

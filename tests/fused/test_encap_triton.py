@@ -133,7 +133,7 @@ def test_gate(size, dtype, monkeypatch):
 
 
 def test_the_gate_takes_channels_last_votes_only():
-    from torchcaps.fused.encap_triton import takes_gate
+    from torchcaps.fused.gate_triton import takes_gate
 
     votes = channels_last(2, 4, 3, 5, 6).unflatten(1, (4, 3)).movedim(2, -1)
     m = channels_last(2, 4, 1, 5, 6)
@@ -147,9 +147,9 @@ def test_the_gate_takes_channels_last_votes_only():
 @pytest.mark.parametrize("version", ["v3", "v4"])
 @pytest.mark.parametrize("size", POWERS)
 def test_the_gate_with_its_coefficients(size, version, dtype, monkeypatch):
-    from torchcaps.fused import gate_triton
+    from torchcaps.fused import mixture_triton
 
-    monkeypatch.setattr(gate_triton, "PROGRAMS", 4)  # of several blocks, the last of them not full
+    monkeypatch.setattr(mixture_triton, "PROGRAMS", 4)  # of several blocks, the last of them not full
     b, c, d, h, w = SIZES[size]
     routing = MasterAide(c, d, d, version=version).to(DEVICE, memory_format=torch.channels_last)
     names = [name for name, _ in routing.named_parameters()]
@@ -182,7 +182,7 @@ def test_the_coefficients_alone_have_gradients(monkeypatch):
 
 
 def test_the_coefficients_kernels_take_their_own_convolutions_only():
-    from torchcaps.fused.gate_triton import takes_mixture
+    from torchcaps.fused.mixture_triton import takes_mixture
 
     votes = channels_last(2, 4, 2, 5, 6).unflatten(1, (4, 2)).movedim(2, -1)
     conv = nn.Conv2d(8, 4, 3, padding=1, groups=4)

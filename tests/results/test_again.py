@@ -74,7 +74,7 @@ def test_rows_that_are_no_more_are_left_out_and_the_command_prints_all(capsys, m
     assert "mazzia" not in out
     assert main(["table", "--commands"]) == 0
     out = capsys.readouterr().out
-    assert "torchcaps train ours:cifar10\n" in out
+    assert "torchcaps train ours:cifar10 --seeds 3\n" in out
     assert all(words[0] == "train" for words in read_plan(out))
     assert main(["table", "li2018_table5", "--commands"]) == 2
     assert "there is no table 'li2018_table5'; did you mean li2018_table4" in capsys.readouterr().err

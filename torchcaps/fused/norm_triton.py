@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torchcaps.fused.rows_triton import LONGEST, factors, in_capsules, laid_out_as, load_rows, relu, times
 
 NUMBERS = 4096  # in a block of pixels, 16 for each thread
+REGISTERS = 64  # of a thread that takes moments: it waits for memory, so many threads are worth more
 PROGRAMS = 528  # that share a map at most, four for each multiprocessor of an H200
 PARTS = 128  # of the pixels at most: each program of a second kernel reads them all
 SMALLEST = tl.constexpr(2.0**-126)  # normal number in float32
@@ -330,7 +331,7 @@ class _Norm(torch.autograd.Function):
         parts = torch.empty(grid[0], 2, len(weight), dtype=torch.float32, device=x.device)
         moments = torch.empty(2, len(weight), dtype=torch.float32, device=x.device)
         block["RELU_FIRST"] = relu_first
-        norm_moments[grid](x, bias, parts, *sizes, **block, maxnreg=64)
+        norm_moments[grid](x, bias, parts, *sizes, **block, maxnreg=REGISTERS)
         norm_forward[grid](
             x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
             *sizes, grid[0], tracked.numel(), **block, D=squashed,
