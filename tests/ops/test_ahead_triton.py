@@ -56,10 +56,10 @@ class Chip:
 
     def cached(self):
         """What stands in Triton's cache for each kernel that can be compiled ahead."""
-        from torchcaps.ops import em_fit_triton, em_triton, plan_triton, windows_triton
+        from torchcaps.ops import em_first_triton, em_fit_triton, em_triton, plan_triton, windows_triton
         from torchcaps.ops.ahead_triton import launched
 
-        modules = (em_fit_triton, em_triton, plan_triton, windows_triton)
+        modules = (em_first_triton, em_fit_triton, em_triton, plan_triton, windows_triton)
         kernels = {x.kernel for module in modules for x in vars(module).values() if isinstance(x, launched)}
         variants = {kernel.__name__: kernel.device_caches[self.device][0] for kernel in kernels}
         return {name: dict(cache) for name, cache in variants.items() if cache}
@@ -143,6 +143,7 @@ def test_compiles_what_will_be_launched_and_nothing_else(case, chip, rehearsals)
     assert waiting(rehearsals[0])
     assert not waiting(chip.cached())
     assert any("backward" in name for name in chip.launches)
+    assert ("first_weight" in chip.launches) == (case == "em_cifar10, autocast")
 
 
 @pytest.mark.parametrize("autocast", [False, True])

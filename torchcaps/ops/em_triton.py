@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from torchcaps.ops.ahead_triton import rehearsed
 from torchcaps.ops.em_backward_triton import em_backward, em_backward_gather
+from torchcaps.ops.em_first_triton import first_gradients, without_votes
 from torchcaps.ops.em_fit_triton import fitted
 from torchcaps.ops.em_forward_triton import em_forward, em_gather
 from torchcaps.ops.plan_triton import (
@@ -213,12 +214,18 @@ class _Moments(torch.autograd.Function):
         blocks = cut.grid[2]
         d_first = d_first[0].contiguous()
         d_mass, d_second = (d_first if x is None else x[0].contiguous() for x in (d_mass, d_second))
+        pose_dtype = torch.float32 if few_pairs(votes) or interpreted() else ctx.inputs[0][0]  # it cuts bfloat16 off
+        if ctx.kind == 0 and ctx.squares and without_votes(votes):
+            moments = (d_mass, d_first, d_second)
+            d_poses, d_weight, d_gates = first_gradients(votes, cut, gates, centre, moments, pose_dtype)
+            d_gates = shared_evenly(d_gates, cut, ctx.competing)
+            grads = [fold_windows(d_poses, poses, cut, ctx.window), summed(d_weight), None, d_gates, *[None] * 3]
+            return _like(grads, ctx.inputs)
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
         copies = 1 if atomic else cut.grid[0]
         new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
-        wide = blocks > 1 or few_pairs(votes) or interpreted()  # which does not round to bfloat16, it cuts off
-        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else ctx.inputs[0][0])
+        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if blocks > 1 else pose_dtype)
         d_weight = new_sum(copies, *weight.shape)
         d_offset = None if offset is None else new_sum(copies, *offset.shape)
         total, d_mean, d_precision, d_score = gates, gates, gates, gates
@@ -247,20 +254,24 @@ class _Moments(torch.autograd.Function):
         )  # fmt: skip
         if ctx.kind != 1:
             d_gates = shared_evenly(d_gates, cut, ctx.competing) if ctx.kind == 0 else summed(d_gates)
-        grads: list[Tensor | None] = [
+        grads = [
             fold_windows(d_poses, poses, cut, ctx.window),
             summed(d_weight),
             None if d_offset is None else summed(d_offset),
-            d_gates.unflatten(0, votes.lead),
+            d_gates,
             None,
             None,
             None,
         ]
         if ctx.kind == 2:
             grads[4:] = [summed(d_mean), summed(d_precision), summed(d_score)]
-        pairs = zip(grads, ctx.inputs, strict=True)
-        shaped = (None if x is None else x.to(like[0]).reshape(like[1]) for x, like in pairs)
-        return *shaped, None, None, None, None, None
+        return _like(grads, ctx.inputs)
+
+
+def _like(grads: list[Tensor | None], inputs: list[tuple[torch.dtype, torch.Size] | None]) -> tuple[Tensor | None, ...]:
+    """Gradients as their inputs were given, and none for what is no tensor."""
+    pairs = zip(grads, inputs, strict=True)
+    return *(None if x is None or like is None else x.to(like[0]).reshape(like[1]) for x, like in pairs), *[None] * 5
 
 
 def _plan(votes: Votes, wide: int = 64) -> Plan:
