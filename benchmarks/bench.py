@@ -1,9 +1,10 @@
 """Speed and memory of the presets on this machine: python -m benchmarks.bench [--device cuda] [--only steps,growth]
 
-Prints tables, and writes bench.json and bench.png. Every number is a median. All paths of a table are measured in one
-run, so that they can be compared: "ours" as the library runs by default; "captured", the same step in a CUDA graph;
-"reference", our formulas in plain PyTorch with all votes stored; "compiled", torch.compile of these; and "plain", each
-routing by the textbook with einsum. It may be stopped at any time: what is known by then is shown and kept.
+Prints tables, and writes bench.json and bench.png; --show prints the tables of an earlier bench.json. Every number is a
+median. All paths of a table are measured in one run, so that they can be compared: "ours" as the library runs by
+default; "captured", the same step in a CUDA graph; "reference", our formulas in plain PyTorch with all votes stored;
+"compiled", torch.compile of these; and "plain", each routing by the textbook with einsum. It may be stopped at any
+time: what is known by then is shown and kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -113,7 +115,8 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.cuda, self.quick = self.device.type == "cuda", arguments.quick
         self.least = 0.0 if self.quick else arguments.least
-        self.results: dict[str, Any] = {"machine": machine(self.device), "commit": source()[0], "took_s": {}}
+        self.results: dict[str, Any] = {"machine": machine(self.device), "date": str(date.today())}
+        self.results |= {"commit": source()[0], "took_s": {}}
         self.out = Path(arguments.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
@@ -319,18 +322,18 @@ def measure_cold(bench: Bench) -> None:
 def measure_papers(bench: Bench) -> None:
     """The columns of Li's table 1 and Choi's ratios, beside the printed numbers."""
     most = bench.arguments.batch or (None if bench.cuda else 2 if bench.quick else 4)  # images at once
-    precision = "tf32" if bench.cuda else "32"
+    precision, ours = ("tf32", "captured") if bench.cuda else ("32", "ours")
     found = bench.results["papers"] = {"li": [], "choi": []}
     rows = {row: LI[row] for row in LI if not bench.quick or "same shape" in row}
     for row, (preset, options, memory, batch, seconds) in rows.items():
-        case = Case(preset, min(most or batch, batch), options, precision=precision)
+        case = Case(preset, min(most or batch, batch), options, ours, precision)
         got = {**bench.measure(case)[0], "row": row, "printed_mb": memory, "printed_batch": batch, "printed_s": seconds}
         found["li"].append(got)
         bench.save(f"Li, {row}: {in_words(got)}")
     for data, (ar, caps, images, printed) in CHOI.items():
         batch, times = most or 100, []
         pairs = [replace(case, batch=batch, precision=precision) for case in (ar, caps)]
-        for got in bench.measure(*(replace(case, path=path) for path in ("ours", "plain") for case in pairs)):
+        for got in bench.measure(*(replace(case, path=path) for path in (ours, "plain") for case in pairs)):
             times.append(got.get("ms", math.nan) * images / batch / 1e3)
             bench.save(f"Choi, {data}: {in_words(got)}")
         ratios = times[0] / times[1], times[2] / times[3]
@@ -402,11 +405,18 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiling", type=float, default=240.0, help="seconds that all compiling may take together")
     parser.add_argument("--caches", help="folder that keeps what was compiled, for another run")
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")
+    parser.add_argument("--show", metavar="FILE", help="print the tables of this bench.json and measure nothing")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.job:  # which asks nothing of CUDA, for its processes are forked
         with suppress(KeyboardInterrupt):
             job(json.loads(arguments.job), torch.device(arguments.device))
+        return
+    if arguments.show:
+        try:
+            show(json.loads(Path(arguments.show).read_text()))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"{arguments.show} is no bench.json: {error}")
         return
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sections = arguments.only.split(",") if arguments.only else list(SECTIONS)
@@ -416,6 +426,13 @@ def main(given: Sequence[str] | None = None) -> None:
         parser.error(f"there is no path {unknown!r}; there are {', '.join(PATHS)}")
     with tempfile.TemporaryDirectory() as caches:
         run(Bench(arguments, arguments.caches or caches), sections)
+
+
+def show(results: dict[str, Any]) -> None:
+    print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, one run")
+    for section, tables in SHOWN.items():
+        if results.get(section):
+            tables(results)
 
 
 def run(bench: Bench, sections: Sequence[str]) -> None:
@@ -428,9 +445,7 @@ def run(bench: Bench, sections: Sequence[str]) -> None:
                     SECTIONS[section](bench)
     except KeyboardInterrupt:
         stopped = True
-    for section, show in SHOWN.items():
-        if bench.results.get(section):
-            show(bench.results)
+    show(bench.results)
     took = ", ".join(f"{section} {seconds:.0f}" for section, seconds in bench.results["took_s"].items())
     print(f"\n{time.monotonic() - bench.began:.0f} s in all: {took}")
     bench.save("done")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.measuring import PATHS
@@ -81,11 +81,11 @@ def show_cold(results: Results) -> None:
 
 def show_papers(results: Results) -> None:
     found = results["papers"]
-    head = ["Li et al. 2018, table 1", "batch", "MB", "s a batch", "printed: batch", "MB", "s a batch"]
+    head = ["Li et al. 2018, table 1", "path", "batch", "MB", "s a batch", "printed: batch", "MB", "s a batch"]
     lines = []
     for r in found["li"]:
         got = [r["failed"], ""] if "failed" in r else [f"{r['peak_mib'] * 2**20 / 1e6:,.0f}", f"{r['ms'] / 1e3:.4f}"]
-        lines.append([r["row"], r["batch"], *got, r["printed_batch"], r["printed_mb"], r["printed_s"]])
+        lines.append([r["row"], r["path"], r["batch"], *got, r["printed_batch"], r["printed_mb"], r["printed_s"]])
     table("papers", head, lines)
     head = [
         "Choi et al. 2019, epoch time",
@@ -138,7 +138,9 @@ def plot(results: Results, path: Path) -> bool:
             rows = [row for row in steps if row["path"] == which]
             places = [names.index(f"{row['name']}, {row['batch']}") + 0.1 * (n - (len(paths) - 1) / 2) for row in rows]
             chart.plot([row[unit] for row in rows], places, MARKS[n % len(MARKS)], label=which)
-        chart.set(yticks=range(len(names)), yticklabels=names, xscale="log" if steps else "linear", xlabel=label)
+        told = [fill(name, 34) for name in names] if unit == "ms" else []  # once for both charts
+        chart.set(yticks=range(len(names)), xscale="log" if steps else "linear", xlabel=label)
+        chart.set_yticklabels(told or [""] * len(names), fontsize="small")
         chart.set(title=f"a training step, {label}")
         chart.grid(axis="both", which="both", alpha=0.2)
         chart.invert_yaxis()
@@ -149,12 +151,15 @@ def plot(results: Results, path: Path) -> bool:
                 style = "-o" if which == "ours" else "--x"
                 values = [max(x, 2**-10) for x in row[unit]]
                 chart.loglog(sizes, values, style, label=f"{which}, {axis}: {row['slopes'][n]:.2f}")
-    charts[1, 0].set(title="time, ms, and its slope", xlabel="times the smallest size")
-    charts[1, 1].set(title="memory, MiB, and its slope", xlabel="times the smallest size")
-    for chart in charts.flat:
-        if chart.get_legend_handles_labels()[0]:
-            chart.legend(fontsize="small")
-    figure.suptitle(f"{results['machine']}, {date.today()}")
+    charts[1, 0].set(title="a layer's time, ms, and its slope")
+    charts[1, 1].set(title="a layer's memory, MiB, and its slope")
+    for chart in charts[1]:
+        chart.set_xticks([1, 2, 4], ["smallest size", "2 x", "4 x"])
+        chart.set_xticks([], minor=True)
+    for chart in charts.flat if growth else charts[0]:
+        if chart.get_legend_handles_labels()[0] and chart is not charts[0, 0]:  # its marks are its neighbour's
+            chart.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(f"{results['machine']}, {results['date']}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from tests.helpers import assert_equal_with_gradients
 from torchcaps.models import create_model
 from torchcaps.ops import Votes, agreement_cpu, em_cpu, votes_cpu
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_quick(tmp_path, capsys):
     bench.main(["--device", "cpu", "--quick", "--only", "steps,growth,inference", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert set(found) == {"machine", "commit", "took_s", "ceilings", "steps", "growth", "inference"}
+    assert set(found) == {"machine", "date", "commit", "took_s", "ceilings", "steps", "growth", "inference"}
     assert set(found["took_s"]) == {"steps", "growth", "inference"}
     rows = [(row["name"], row["path"]) for row in found["steps"]]
     assert rows == [(case.name, path) for case in bench.QUICK for path in ("ours", "reference", "plain")]
@@ -29,6 +32,9 @@ def test_quick(tmp_path, capsys):
         assert row["name"] in printed
     assert set(found["growth"]["ours"]) == {"batch", "children", "parents", "iterations"}
     assert (tmp_path / "bench.png").stat().st_size > 0
+    bench.main(["--show", str(tmp_path / "bench.json")])
+    again = capsys.readouterr().out
+    assert again.splitlines()[1:] == printed.splitlines()[2 : 1 + len(again.splitlines())]
 
 
 def test_stopped_half_way(tmp_path, capsys, monkeypatch):
@@ -78,6 +84,19 @@ def test_unknown_sections_are_named(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--only", "speed"])
     assert "there is no section 'speed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["docs/bench-cpu.json", "docs/bench-h200.json"])
+def test_kept_runs_are_shown(path, capsys):
+    bench.main(["--show", str(ROOT / path)])
+    assert "inverted_cifar10" in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_not_shown(tmp_path, capsys):
+    (tmp_path / "bench.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        bench.main(["--show", str(tmp_path / "bench.json")])
+    assert "bench.json is no bench.json" in capsys.readouterr().err
 
 
 def test_slope():
