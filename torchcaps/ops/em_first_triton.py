@@ -114,9 +114,9 @@ def first_terms(d_mass, d_first, d_second, centre, terms, level, S, T: tl.conste
         curve = rounded(tl.load(d_second + source, mask=at < size, other=0.0), T)
         middle = tl.load(centre + source, mask=at < size, other=0.0)
         bend = middle * curve.to(tl.float32)
-        total += middle * (bend - slope)
-        total += tl.load(d_mass + n * S.J + at, mask=at < S.J, other=0.0)
         upper, lower = two_parts(slope - 2 * bend, T)
+        total -= middle * (bend + upper.to(tl.float32) + lower.to(tl.float32))  # as votes meet F', or they differ by it
+        total += tl.load(d_mass + n * S.J + at, mask=at < S.J, other=0.0)
         terms_at = terms + n * size + at
         tl.store(terms_at, curve, mask=at < size)
         tl.store(terms_at + each, upper, mask=at < size)
