@@ -229,7 +229,7 @@ def without_votes(votes: Votes) -> bool:
     """Whether the first step's gradients can be had from products of matrices, which are small enough to pay."""
     _, size, parents, columns = votes.weight.shape
     plain = votes.offset is None and votes.sharing == 1 and not few_pairs(votes)
-    small = size <= LARGEST and 2 * size * size <= parents * columns
+    small = size <= LARGEST and votes.rows <= min(ROWS) and 2 * size * size <= parents * columns
     return plain and small and precision_of(votes.products)[1] == "tf32" and _room() >= SHARED_BYTES
 
 
@@ -286,7 +286,7 @@ def first_gradients(
 
 def _cut(plan: Plan, m: int, a: int, rows: int, entries: int) -> tuple[int, int, Tile]:
     """Windows and children in so many rows of poses and entries of their rows, and a tile of them."""
-    windows, children = max(1, rows // m), entries // a
+    windows, children = rows // m, entries // a
     cut: dict[str, Any] = {"BN": windows, "C": children, "AP": a}
     known = {name: x if interpreted() else tl.constexpr(x) for name, x in cut.items()}
     return windows, children, plan.tile._replace(**known)
