@@ -16,7 +16,7 @@ being what rounding left over, and then an error is as large as that of votes' g
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -292,6 +292,7 @@ def _cut(plan: Plan, m: int, a: int, rows: int, entries: int) -> tuple[int, int,
     return windows, children, plan.tile._replace(**known)
 
 
+@cache
 def _split(steps: int, others: int) -> int:
     """Steps in a part, where each of so many others does all steps: such that multiprocessors end together."""
 
