@@ -152,7 +152,7 @@ def first_children(
     poses, rows, pairs, gates, terms, level, d_poses, d_gates, per_split, S, T: tl.constexpr, MP: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Shapes: d_poses [blocks, n, i, p], d_gates [blocks, n, i]"""
+    """Gradients of poses and shares from a block of columns. Shapes: [blocks, n, i, p], [blocks, n, i]"""
     row = tl.arange(0, T.BN * MP)
     n, m = tl.program_id(0) * T.BN + row // MP, row % MP
     split = tl.program_id(1)
@@ -195,7 +195,7 @@ def first_children(
 @launched
 @triton.jit
 def first_weight(poses, rows, gates, terms, d_weight, per_split, S, T: tl.constexpr, MP: tl.constexpr, K: tl.constexpr):
-    """Shapes: d_weight [splits, i, a, (j e)]"""
+    """Gradient of the weights from some of the windows. Shapes: d_weight [splits, i, a, (j e)]"""
     row = tl.arange(0, T.BN * MP)
     split = tl.program_id(0)
     i = tl.program_id(1) * T.C
@@ -304,7 +304,7 @@ def _split(steps: int, others: int) -> int:
 
 
 def _room() -> int:
-    """Bytes of shared memory that a program may have; none is needed in the interpreter."""
+    """Bytes of shared memory that a program may have; enough where there is no GPU, but an interpreter."""
     if not torch.cuda.is_available():
         return SHARED_BYTES
     return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0)
