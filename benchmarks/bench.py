@@ -415,7 +415,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.show:
         try:
             show(json.loads(Path(arguments.show).read_text()))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{arguments.show} is no bench.json: {error}")
         return
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -92,8 +92,9 @@ def test_kept_runs_are_shown(path, capsys):
     assert "inverted_cifar10" in capsys.readouterr().out
 
 
-def test_what_is_no_run_is_not_shown(tmp_path, capsys):
-    (tmp_path / "bench.json").write_text("{}")
+@pytest.mark.parametrize("text", ["", "{}", "[]"])
+def test_what_is_no_run_is_not_shown(text, tmp_path, capsys):
+    (tmp_path / "bench.json").write_text(text)
     with pytest.raises(SystemExit):
         bench.main(["--show", str(tmp_path / "bench.json")])
     assert "bench.json is no bench.json" in capsys.readouterr().err

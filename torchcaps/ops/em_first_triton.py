@@ -16,7 +16,7 @@ being what rounding left over, and then an error is as large as that of votes' g
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -114,9 +114,9 @@ def first_terms(d_mass, d_first, d_second, centre, terms, level, S, T: tl.conste
         curve = rounded(tl.load(d_second + source, mask=at < size, other=0.0), T)
         middle = tl.load(centre + source, mask=at < size, other=0.0)
         bend = middle * curve.to(tl.float32)
-        total += middle * (bend - slope)
-        total += tl.load(d_mass + n * S.J + at, mask=at < S.J, other=0.0)
         upper, lower = two_parts(slope - 2 * bend, T)
+        total -= middle * (bend + upper.to(tl.float32) + lower.to(tl.float32))  # as votes meet F', or they differ by it
+        total += tl.load(d_mass + n * S.J + at, mask=at < S.J, other=0.0)
         terms_at = terms + n * size + at
         tl.store(terms_at, curve, mask=at < size)
         tl.store(terms_at + each, upper, mask=at < size)
@@ -152,7 +152,7 @@ def first_children(
     poses, rows, pairs, gates, terms, level, d_poses, d_gates, per_split, S, T: tl.constexpr, MP: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Shapes: d_poses [blocks, n, i, p], d_gates [blocks, n, i]"""
+    """Gradients of poses and shares from a block of columns. Shapes: [blocks, n, i, p], [blocks, n, i]"""
     row = tl.arange(0, T.BN * MP)
     n, m = tl.program_id(0) * T.BN + row // MP, row % MP
     split = tl.program_id(1)
@@ -195,7 +195,7 @@ def first_children(
 @launched
 @triton.jit
 def first_weight(poses, rows, gates, terms, d_weight, per_split, S, T: tl.constexpr, MP: tl.constexpr, K: tl.constexpr):
-    """Shapes: d_weight [splits, i, a, (j e)]"""
+    """Gradient of the weights from some of the windows. Shapes: d_weight [splits, i, a, (j e)]"""
     row = tl.arange(0, T.BN * MP)
     split = tl.program_id(0)
     i = tl.program_id(1) * T.C
@@ -229,7 +229,7 @@ def without_votes(votes: Votes) -> bool:
     """Whether the first step's gradients can be had from products of matrices, which are small enough to pay."""
     _, size, parents, columns = votes.weight.shape
     plain = votes.offset is None and votes.sharing == 1 and not few_pairs(votes)
-    small = size <= LARGEST and 2 * size * size <= parents * columns
+    small = size <= LARGEST and votes.rows <= min(ROWS) and 2 * size * size <= parents * columns
     return plain and small and precision_of(votes.products)[1] == "tf32" and _room() >= SHARED_BYTES
 
 
@@ -286,12 +286,13 @@ def first_gradients(
 
 def _cut(plan: Plan, m: int, a: int, rows: int, entries: int) -> tuple[int, int, Tile]:
     """Windows and children in so many rows of poses and entries of their rows, and a tile of them."""
-    windows, children = max(1, rows // m), entries // a
+    windows, children = rows // m, entries // a
     cut: dict[str, Any] = {"BN": windows, "C": children, "AP": a}
     known = {name: x if interpreted() else tl.constexpr(x) for name, x in cut.items()}
     return windows, children, plan.tile._replace(**known)
 
 
+@cache
 def _split(steps: int, others: int) -> int:
     """Steps in a part, where each of so many others does all steps: such that multiprocessors end together."""
 
@@ -303,7 +304,7 @@ def _split(steps: int, others: int) -> int:
 
 
 def _room() -> int:
-    """Bytes of shared memory that a program may have; none is needed in the interpreter."""
+    """Bytes of shared memory that a program may have; enough where there is no GPU, but an interpreter."""
     if not torch.cuda.is_available():
         return SHARED_BYTES
     return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0)
