@@ -414,7 +414,9 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     if arguments.show:
         try:
-            show(json.loads(Path(arguments.show).read_text()))
+            results = json.loads(Path(arguments.show).read_text())
+            print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, one run")
+            show(results)
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{arguments.show} is no bench.json: {error}")
         return
@@ -429,7 +431,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def show(results: dict[str, Any]) -> None:
-    print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, one run")
     for section, tables in SHOWN.items():
         if results.get(section):
             tables(results)

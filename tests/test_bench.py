@@ -34,7 +34,7 @@ def test_quick(tmp_path, capsys):
     assert (tmp_path / "bench.png").stat().st_size > 0
     bench.main(["--show", str(tmp_path / "bench.json")])
     again = capsys.readouterr().out
-    assert again.splitlines()[1:] == printed.splitlines()[2 : 1 + len(again.splitlines())]
+    assert again.splitlines()[1:] == printed.splitlines()[1 : len(again.splitlines())]
 
 
 def test_stopped_half_way(tmp_path, capsys, monkeypatch):

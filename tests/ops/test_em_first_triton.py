@@ -47,12 +47,12 @@ def used(monkeypatch):
     assert calls
 
 
-def drawn(case, agreeing=False):
-    """Poses, weights and activations; of votes that agree, each is 1 but for a tenth."""
+def drawn(case, agreeing=False, spread=0.05):
+    """Poses, weights and activations; of votes that agree, each is 1 but for twice the spread or so."""
     shape, weight, window = SIZES[case]
     poses, weight = torch.randn(shape), torch.randn(weight)
     if agreeing:
-        poses, weight = 1 + 0.05 * poses, (1 + 0.05 * weight) / weight.shape[1]
+        poses, weight = 1 + spread * poses, (1 + spread * weight) / weight.shape[1]
     if case == "channels last":
         poses = poses.permute(0, 3, 4, 1, 2).contiguous().permute(0, 3, 4, 1, 2)
     votes = Votes(poses, weight, window)
@@ -85,6 +85,19 @@ def test_first_step_in_bfloat16(case, agreeing, monkeypatch):
         return [x.to(inputs[0].dtype) for x in function(*inputs)]
 
     assert_as_accurate(fused(rounded, monkeypatch), on("torch", rounded), inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", ["matrices", "vectors", "windows"])
+def test_votes_that_nearly_coincide(case, monkeypatch):
+    """Where the log of a variance pulls hardest, and the terms of a gradient leave next to nothing of each other."""
+    window, inputs = drawn(case, agreeing=True, spread=0.005)
+    step = first_step(window)
+
+    def function(*inputs):
+        mass, mean, variance = step(*inputs)
+        return mass, mean, (variance + 1e-6).log().to(inputs[0].dtype)
+
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.bfloat16)
 
 
 def test_within_each_window(monkeypatch):

@@ -163,7 +163,7 @@ def first_children(
     d_gates += block.to(tl.int64) * S.N * S.I
     curve, upper, lower = load_terms(terms, n, m, k, S, T)
     whole = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
-    above = tl.where(block == 0, tl.load(level + whole, mask=whole < S.N, other=0.0), 0.0)[:, None]
+    common = tl.where(block == 0, tl.load(level + whole, mask=whole < S.N, other=0.0), 0.0)[:, None]
     entry = tl.arange(0, T.C * T.AP)
     pair = tl.arange(0, T.C * T.AP * T.AP)
     lower_pairs = tl.cast(S.I, tl.int64) * (T.AP * T.AP)
@@ -189,7 +189,7 @@ def first_children(
         tl.store(d_poses + at, grad.to(d_poses.dtype.element_ty), mask=there)
         gain = tl.sum(tl.reshape(tl.sum(p * (slope + bend), 2), (T.BN, MP, T.C)), 1)
         at, there = children_of(whole, i, S, T)
-        tl.store(d_gates + at, gain + above, mask=there)
+        tl.store(d_gates + at, gain + common, mask=there)
 
 
 @launched
