@@ -12,7 +12,8 @@ from torchcaps.cli import main
 from torchcaps.commands.train import train_row
 from torchcaps.commands.words import choose, in_fewer_epochs, overrides, with_fields
 from torchcaps.results import Result, read
-from torchcaps.results.again import commands, words
+from torchcaps.results.again import commands, missing, words
+from torchcaps.results.plan import GROUPS
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = [result for result in read(ROOT / "results") if not result.members]
@@ -57,6 +58,24 @@ def test_seeds_are_told_together_and_gaps_are_none():
 def test_words_with_blanks_are_quoted_and_what_a_row_has_more_is_left_out():
     (line, _) = commands([result(**{"schedule_args": {"decay": 0.5}})]).splitlines()
     assert shlex.split(line)[3:] == ["--schedule-args", '{"decay": 0.5}']
+
+
+def test_what_is_missing_can_be_trained(capsys, monkeypatch):
+    """Each row of the page has a command; those with results have none, and the commands are the rows."""
+    entries = [entry for group in GROUPS for entry in group.entries]
+    lines = [line for line in missing([]).splitlines() if not line.startswith(" ")]
+    assert len(lines) == len(entries) + len(recipes.tables()["ours"].ROWS)
+    assert sum(line.startswith("# torchcaps evaluate --ensemble") for line in lines) == 4
+    assert "torchcaps train tsai2020_table1:inverted-resnet-cifar10 --model-args.iterations 1" in lines
+    run = result()
+    assert f"train {run.table}:{run.row}\n" not in missing([run])
+    monkeypatch.chdir(ROOT)
+    assert main(["table", "--missing"]) == 0
+    for verb, row, *_ in read_plan(capsys.readouterr().out):
+        assert verb == "train"
+        recipes.find(row)
+    assert main(["table", "mazzia2021_table2", "--missing"]) == 2
+    assert "leave NAME out" in capsys.readouterr().err
 
 
 def test_an_ensemble_names_its_members():

@@ -29,6 +29,7 @@ def print_table(
     readme: str = "",
     page: str = "",
     commands: bool = False,
+    missing: bool = False,
     check: bool = False,
 ) -> int:
     """Print a table of a paper with our numbers beside its own: mean ± standard deviation over the seeds.
@@ -41,6 +42,7 @@ def print_table(
         readme: render the results section of this README anew, from all results.
         page: render this page of all rows that were to be reproduced, RESULTS.md, keeping what is written in it.
         commands: print the commands that made the results, to be given again, instead.
+        missing: print the commands of the rows on that page which have no result yet, instead.
         check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
     if readme:
@@ -53,6 +55,11 @@ def print_table(
         raise ValueError("--check goes with --readme FILE or --page FILE")
     if commands:
         return _print_commands(name, results)
+    if missing:
+        if name:
+            raise ValueError("--missing is for all tables; leave NAME out")
+        print(again.missing(_results("", results or "results")))
+        return 0
     if not name:
         return _list(results)
     known: Any = recipes.tables().get(name, name)

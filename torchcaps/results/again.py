@@ -1,17 +1,19 @@
-"""The commands that made the lines of results, to be given again.
+"""The commands that made the lines of results, to be given again, and those that would make what is missing.
 
 >>> print(commands(read("results")))
+>>> print(missing(read("results")))
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
+from torchcaps.results.page import not_run
 from torchcaps.results.tables import cell_of, changed, took
 from torchcaps.shorten import MOVED, is_shortened
 
@@ -26,6 +28,18 @@ def commands(results: Iterable[Result]) -> str:
     return "\n".join(line for group in groups.values() for line in _lines(group))
 
 
+def missing(results: Iterable[Result]) -> str:
+    """A command for each row of the page that has not been run, and under it which one it is."""
+    lines = []
+    for group, entry in not_run(results):
+        ensemble = recipes.find(entry.row).metric.startswith("ensemble_")
+        command = f"# torchcaps evaluate --ensemble RUN... --row {entry.row}"
+        if not ensemble:
+            command = shlex.join(["torchcaps", "train", entry.row, *_switches(entry.changes)])
+        lines += [command, f"    # {group.title}: {entry.label}"]
+    return "\n".join(lines)
+
+
 def words(result: Result) -> list[str]:
     """What `torchcaps` is called with for this run, but for its seed."""
     row = recipes.find(f"{result.table}:{result.row}")
@@ -36,9 +50,13 @@ def words(result: Result) -> list[str]:
         changes = {path: value for path, value in changes.items() if path not in MOVED}
     elif result.epochs != row.epochs:
         found += ["--epochs", str(result.epochs)]
-    for path, value in changes.items():
-        found += [f"--{path.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    return found
+    return [*found, *_switches(changes)]
+
+
+def _switches(changes: Mapping[str, Any]) -> list[str]:
+    """What differs from a row, as the command line takes it."""
+    pairs = ((f"--{path.replace('_', '-')}", value) for path, value in changes.items())
+    return [word for name, x in pairs for word in (name, x if isinstance(x, str) else json.dumps(x))]
 
 
 def _lines(runs: list[Result]) -> list[str]:

@@ -37,7 +37,8 @@ INTRODUCTION = (
     "Most runs on a GPU had two to four others beside them, so their times are more than they need alone, and the "
     "energy in their lines is the whole card's. The standard error of a share p of n images, √(p(1 - p) / n), says how "
     "far another test set might be; rows that are tested on the same images are better told apart by their spread over "
-    "seeds. `torchcaps table --commands` prints the command behind each line."
+    "seeds. `torchcaps table --commands` prints the command behind each line, and `--missing` those of the rows that "
+    "have not been run."
 )
 
 
@@ -55,6 +56,13 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
             number = f"{group.key}. " if group.key.isdecimal() else ""
             parts.append(f"## {number}{group.title}\n\n{_table(group, claimed)}\n\n{_reading(group.key, readings)}")
     return "\n\n".join(parts) + "\n"
+
+
+def not_run(results: Iterable[Result]) -> list[tuple[Group, Entry]]:
+    """What the page has no figure for, in its order."""
+    sections = (*GROUPS, _ours())
+    claimed = _claimed(results, [entry for group in sections for entry in group.entries])
+    return [(group, entry) for group in sections for entry in group.entries if not claimed[id(entry)]]
 
 
 def _ours() -> Group:
