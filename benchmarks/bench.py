@@ -10,6 +10,7 @@ time: what is known by then is shown and kept.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -277,11 +278,12 @@ def layer_cost(
 def measure_inference(bench: Bench) -> None:
     """Latency of a forward pass and what it holds, one image and many of them."""
     rows = bench.results["inference"] = []
-    precision, many = "tf32" if bench.cuda else "32", 4 if bench.quick else 256
+    precisions, many = ("bf16", "tf32") if bench.cuda else ("32",), 4 if bench.quick else 256
     sizes = {"efficient_capsnet_mnist": (1, many), "capsnet_mnist": (1, many)}
     if not bench.quick:
         sizes["inverted_cifar10"] = (1, 128 if bench.cuda else 8)
-    for preset, batch in [(preset, batch) for preset, batches in sizes.items() for batch in batches]:
+    ones = [(preset, batch) for preset, batches in sizes.items() for batch in batches]
+    for (preset, batch), precision in itertools.product(ones, precisions):
         network: nn.Module = create_model(preset).eval().to(bench.device)
         images = torch.rand(batch, *network.image, device=bench.device)  # type: ignore[misc]
         ways: dict[str, Callable[[], Any]] = {"plain": partial(network, images)}
@@ -289,7 +291,8 @@ def measure_inference(bench: Bench) -> None:
         ways["ours"] = partial(last, images.contiguous(memory_format=torch.channels_last))
         row: dict[str, Any] = {"preset": preset, "batch": batch, "precision": precision}
         rows.append(row)
-        with torch.inference_mode(), products_in(precision):
+        half = torch.autocast(bench.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+        with torch.inference_mode(), products_in(precision), half:
             for path, work in ways.items():
                 with plain() if path == "plain" else nullcontext():
                     work()
@@ -304,7 +307,7 @@ def measure_inference(bench: Bench) -> None:
                         turns[path].append(1e3 * median_time(work, bench.device, bench.least / 5))
         for path, times in turns.items():
             row[path] = sorted(times)[len(times) // 2]
-            bench.save(f"inference of {preset}, {batch}, {path}: {row[path]:.3f} ms")
+            bench.save(f"inference of {preset}, {batch}, {precision}, {path}: {row[path]:.3f} ms")
 
 
 def measure_cold(bench: Bench) -> None:
