@@ -26,6 +26,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "capsnet": ("sabour2017_table1:routing3", {"epochs": 2}),
     "inverted": ("tsai2020_table1:inverted-simple-cifar10", {"epochs": 6, "samples": 12_800}),
     "efficient": ("quick:mnist", {"epochs": 3}),
+    "em": ("tsai2020_figure4:em-2", {"epochs": 5, "samples": 3_200, "batch_size": 32}),
+    "encapnet": ("li2018_table3:7-skip-both", {"epochs": 3, "samples": 12_800}),
 }
 
 
