@@ -12,7 +12,6 @@ It ends with 0 if all is done, 1 if a command failed, 3 if time was too short.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import signal
 import subprocess
@@ -144,7 +143,7 @@ def main() -> int:
         print(f"rows: {error}", file=sys.stderr)
         return 2
     jobs = [Job(number, words, arguments.logs / f"{number:02}.log") for number, words in enumerate(plan, 1)]
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         whole = work(jobs, arguments.at_once, time.monotonic() + 60 * arguments.minutes)
     except KeyboardInterrupt:

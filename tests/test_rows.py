@@ -1,7 +1,11 @@
 """Rows that are trained side by side: which begins when, what time and failures do to them."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +71,26 @@ def test_when_time_is_up_all_are_asked_to_save_themselves(fake, monkeypatch, cap
     out = capsys.readouterr().out
     assert "stopped: 1. train a 60 0\n    saved\n" in out
     assert out.endswith("0 of 2 done\n")
+
+
+def test_asked_to_end_it_asks_all_of_them_also_in_the_background(fake, tmp_path):
+    """Where a shell without a terminal has put it, Ctrl-C is ignored; SIGTERM is not."""
+    Path("plan").write_text("train a 60 0\n")
+    program = f"import sys; from benchmarks import rows; rows.PROGRAM = {rows.PROGRAM!r}; sys.exit(rows.main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "plan"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(rows.__file__).parents[1])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    until = time.monotonic() + 30
+    while not Path("events").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert "stopped: 1. train a 60 0\n    saved\n" in out
 
 
 @pytest.mark.parametrize(
