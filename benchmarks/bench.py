@@ -4,7 +4,7 @@ Prints tables, and writes bench.json and bench.png; --show prints the tables of 
 median. All paths of a table are measured in one run, so that they can be compared: "ours" as the library runs by
 default; "captured", the same step in a CUDA graph; "reference", our formulas in plain PyTorch with all votes stored;
 "compiled", torch.compile of these; and "plain", each routing by the textbook with einsum. It may be stopped at any
-time: what is known by then is shown and kept.
+time: what is known by then is shown and kept, and --resume measures the rest.
 """
 
 from __future__ import annotations
@@ -120,9 +120,24 @@ class Bench:
         self.results |= {"commit": source()[0], "took_s": {}}
         self.out = Path(arguments.out)
         self.out.mkdir(parents=True, exist_ok=True)
+        if arguments.resume:
+            self.results = self.begun()
         self.began = time.monotonic()
         self.compiling = arguments.compiling
         self.caches = caches  # the folder of what is compiled in this run
+
+    def begun(self) -> dict[str, Any]:
+        """The finished sections of the bench.json that is there, if it is of this machine and this source."""
+        try:
+            before = json.loads((self.out / "bench.json").read_text())
+        except FileNotFoundError:
+            return self.results
+        for of in ("machine", "commit"):
+            if before[of] != self.results[of]:
+                raise ValueError(f"{self.out / 'bench.json'} is of another {of}; without --resume it begins anew")
+        unfinished = set(SECTIONS) - set(before["took_s"]) - {"ceilings"}  # which steps have measured on their way
+        kept = {name: found for name, found in before.items() if name not in unfinished}
+        return {**kept, "calls": before.get("calls", 1) + 1}
 
     def save(self, news: str) -> None:
         """Writes all there is, and says what is new."""
@@ -408,6 +423,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiling", type=float, default=240.0, help="seconds that all compiling may take together")
     parser.add_argument("--caches", help="folder that keeps what was compiled, for another run")
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")
+    parser.add_argument("--resume", action="store_true", help="keep the finished sections of the bench.json in --out")
     parser.add_argument("--show", metavar="FILE", help="print the tables of this bench.json and measure nothing")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
@@ -418,7 +434,8 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.show:
         try:
             results = json.loads(Path(arguments.show).read_text())
-            print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, one run")
+            parts = f", in {results['calls']} calls" if "calls" in results else ""
+            print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, one run{parts}")
             show(results)
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{arguments.show} is no bench.json: {error}")
@@ -430,7 +447,11 @@ def main(given: Sequence[str] | None = None) -> None:
     for unknown in set((arguments.paths or "ours").split(",")) - set(PATHS):
         parser.error(f"there is no path {unknown!r}; there are {', '.join(PATHS)}")
     with tempfile.TemporaryDirectory() as caches:
-        run(Bench(arguments, arguments.caches or caches), sections)
+        try:
+            bench = Bench(arguments, arguments.caches or caches)
+        except (ValueError, KeyError, TypeError) as error:
+            parser.error(f"--resume: {error}")
+        run(bench, sections)
 
 
 def show(results: dict[str, Any]) -> None:

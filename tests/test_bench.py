@@ -56,6 +56,28 @@ def test_stopped_half_way(tmp_path, capsys, monkeypatch):
     assert f"{bench.QUICK[0].name}, {bench.QUICK[0].batch}, ours" in printed.err
 
 
+def test_taken_up_again(tmp_path, capsys):
+    """Finished sections stay as they are, unfinished ones are measured anew; but not of other source."""
+    call, file = ["--device", "cpu", "--quick", "--out", str(tmp_path)], tmp_path / "bench.json"
+    bench.main([*call, "--only", "steps"])
+    first = json.loads(file.read_text())
+    file.write_text(json.dumps({**first, "growth": "half done"}))
+    bench.main([*call, "--only", "steps,growth", "--resume"])
+    second = json.loads(file.read_text())
+    assert second["calls"] == 2
+    assert [second[name] for name in ("steps", "ceilings")] == [first[name] for name in ("steps", "ceilings")]
+    assert set(second["growth"]) == {"base", "ours", "plain"}
+    capsys.readouterr()
+    bench.main(["--show", str(file)])
+    assert "one run, in 2 calls\n" in capsys.readouterr().out
+    file.write_text(json.dumps({**second, "commit": "another"}))
+    with pytest.raises(SystemExit) as refused:
+        bench.main([*call, "--resume"])
+    assert refused.value.code == 2
+    assert "is of another commit; without --resume it begins anew" in capsys.readouterr().err
+    assert json.loads(file.read_text())["steps"] == first["steps"]
+
+
 def test_steps_take_turns(monkeypatch):
     cases = [replace(bench.QUICK[0], path=path) for path in ("ours", "plain")]
     taken, take = [], measuring.Run.take
