@@ -1,6 +1,9 @@
 """Votes and windows against loops: which child stands where, what it says, and the same in pieces."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torchcaps.layers.conv import ConvCaps
 from torchcaps.layers.linear import LinearCaps, SharedCaps
 from torchcaps.ops import vote_budget
 from torchcaps.ops import votes as votes_module
+from torchcaps.ops import windows as window_module
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.windows import Window
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
@@ -327,3 +331,36 @@ def test_budget_ends_with_its_block():
     with vote_budget(1):
         assert votes_module._budget == 1
     assert votes_module._budget == before
+
+
+SIZES = [(9, 3, 1), (9, 3, 2), (8, 3, 2), (7, 1, 3), (6, 2, 3), (4, 4, 1)]
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride"), SIZES)
+@pytest.mark.parametrize("scrambled", [False, True])
+def test_windows_where_they_are_compiled(monkeypatch, size, kernel, stride, scrambled):
+    window = Window(kernel, stride, scrambled)
+    poses = torch.randn(2, 3, 4, size, size + 1, dtype=torch.float64)
+    expected = window.unfold(poses)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(window.unfold(poses), expected)
+
+
+COMPILED = """
+import torch
+from torchcaps.ops.windows import Window
+poses = torch.randn(2, 8, 16, 9, 9, requires_grad=True)
+window = Window(3, 1)
+found = [function(poses) for function in (torch.compile(window.unfold, fullgraph=True), window.unfold)]
+weights = torch.randn_like(found[0])
+gradients = [torch.autograd.grad((x * weights).sum(), poses)[0] for x in found]
+torch.testing.assert_close(*found)
+torch.testing.assert_close(*gradients)
+"""
+
+
+def test_compiled_windows_keep_to_their_memory():
+    """In a process of its own, for that of two compiled unfolds ends in a crash with torch 2.13."""
+    root = Path(window_module.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -27,7 +27,7 @@ class Window:
 
     def unfold(self, x: Tensor) -> Tensor:
         """Shapes: x [b, c, p, h, w] -> [b, y, x, (c k k), p]"""
-        patches = x.unfold(3, self.kernel_size, self.stride).unfold(4, self.kernel_size, self.stride)
+        patches = self._cut(self._cut(x, 3), 4)
         b, c, p, sites_y, sites_x, k, _ = patches.shape
         if self.scrambled:
             patches = patches.permute(0, 1, 5, 6, 2, 3, 4).reshape(b, c, k, k, sites_y, sites_x, p)
@@ -35,6 +35,15 @@ class Window:
         else:
             patches = patches.permute(0, 3, 4, 1, 5, 6, 2)
         return patches.reshape(b, sites_y, sites_x, c * k * k, p)
+
+    def _cut(self, x: Tensor, dim: int) -> Tensor:
+        """`x.unfold` along a dimension."""
+        if not (torch.compiler.is_compiling() and x.device.type == "cpu"):
+            return x.unfold(dim, self.kernel_size, self.stride)
+        # what torch 2.13 compiles for the backward of two unfolds writes outside its memory
+        end = x.shape[dim] - self.kernel_size + 1
+        cuts = [(slice(None),) * dim + (slice(n, end + n, self.stride),) for n in range(self.kernel_size)]
+        return torch.stack([x[cut] for cut in cuts], -1)
 
     def logsumexp(self, x: Tensor, space: tuple[int, int]) -> Tensor:
         """log of the sum of exp(x) over every window a child stands in, handed back to each of these windows.
