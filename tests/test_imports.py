@@ -1,6 +1,8 @@
 """Dependence runs one way, by the import statements themselves."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,18 @@ def test_a_wrong_import_is_seen(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("def f():\n    from torchcaps.routing.em import EMRouting\n    from torchcaps import cli\n")
     assert list(imported(path)) == ["torchcaps.routing.em", "torchcaps.cli"]
+
+
+LATE = """
+import logging, sys
+import torchcaps.cli
+assert not {"lightning_fabric", "lightning", "matplotlib", "gradio"} & set(sys.modules), "imported too early"
+from torchcaps.train.fabric import Fabric
+Fabric(accelerator="cpu", devices=1)
+assert logging.getLogger("lightning_fabric").level == logging.WARNING, "it would talk"
+"""
+
+
+def test_what_takes_long_is_imported_when_it_is_needed():
+    done = subprocess.run([sys.executable, "-c", LATE], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -14,8 +14,9 @@ else:
     def Fabric(**options: Any) -> Any:
         for name, module in (("lightning_fabric", "lightning_fabric"), ("lightning", "lightning.fabric")):
             if find_spec(name) is not None:
-                logging.getLogger(module).setLevel(logging.WARNING)
-                return import_module(module).Fabric(**options)
+                fabric = import_module(module).Fabric
+                logging.getLogger(module).setLevel(logging.WARNING)  # which importing has set to INFO
+                return fabric(**options)
         raise ImportError("training needs Lightning Fabric; pip install lightning-fabric")
 
 
