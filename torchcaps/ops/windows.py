@@ -38,10 +38,10 @@ class Window:
 
     def _cut(self, x: Tensor, dim: int) -> Tensor:
         """`x.unfold` along a dimension."""
-        if not (torch.compiler.is_compiling() and x.device.type == "cpu"):
-            return x.unfold(dim, self.kernel_size, self.stride)
-        # what torch 2.13 compiles for the backward of two unfolds writes outside its memory
         end = x.shape[dim] - self.kernel_size + 1
+        if end <= 0 or x.device.type != "cpu" or not torch.compiler.is_compiling():
+            return x.unfold(dim, self.kernel_size, self.stride)
+        # torch 2.13 compiles the backward of two unfolds for several threads so that it writes outside its memory
         cuts = [(slice(None),) * dim + (slice(n, end + n, self.stride),) for n in range(self.kernel_size)]
         return torch.stack([x[cut] for cut in cuts], -1)
 
