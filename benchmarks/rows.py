@@ -1,10 +1,10 @@
 """Rows trained side by side, for so many minutes: python -m benchmarks.rows PLAN [--at-once 4] [--minutes 25]
 
 PLAN has a command a line, as `torchcaps table --commands` prints them. What is finished is passed over and what was
-begun goes on, so the same call, given again, takes up where the last one ended: when time is up, or at Ctrl-C, every
-run is asked to save itself. A line that evaluates waits for all before it. Each line's words go to a file in --logs,
-and the last of them are shown as they come. Small networks cannot fill a GPU alone; several do best under its
-multi-process service (nvidia-cuda-mps-control -d).
+begun goes on, so the same call, given again, takes up where the last one ended: when time is up, at Ctrl-C
+or SIGTERM, every run is asked to save itself. A line that evaluates waits for all before it. Each line's words go to a
+file in --logs, and the last of them are shown as they come. Small networks cannot fill a GPU alone; several do best
+under its multi-process service (nvidia-cuda-mps-control -d).
 
 It ends with 0 if all is done, 1 if a command failed, 3 if time was too short.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 PROGRAM = (sys.executable, "-m", "torchcaps")
 SAVING = 60.0  # seconds that a run may take to save itself
 TOLD = 30.0  # seconds between two looks at the logs
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
@@ -121,6 +122,8 @@ def work(jobs: list[Job], at_once: int, until: float, told: float = TOLD) -> boo
                     print(f"  {job.number}. {job.last_words()}", flush=True)
         return True
     finally:
+        for number in SIGNALS:  # a second one would keep some from saving themselves
+            signal.signal(number, signal.SIG_IGN)
         for job in jobs:
             job.ask_to_stop()
         for job in jobs:
@@ -143,11 +146,15 @@ def main() -> int:
         print(f"rows: {error}", file=sys.stderr)
         return 2
     jobs = [Job(number, words, arguments.logs / f"{number:02}.log") for number, words in enumerate(plan, 1)]
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         whole = work(jobs, arguments.at_once, time.monotonic() + 60 * arguments.minutes)
     except KeyboardInterrupt:
         whole = False
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     failed = [job for job in jobs if job.failed]
     print(f"{sum(job.code == 0 for job in jobs)} of {len(jobs)} done" + f", {len(failed)} failed" * bool(failed))
     return 1 if failed else 0 if whole else 3

@@ -15,7 +15,7 @@ from torchcaps.results import read
 
 FAKE = """
 import json, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(143)))
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print("saved"), sys.exit(143)))
 name, seconds, code = sys.argv[2:5]
 with open("events", "a") as events:
     events.write(json.dumps(["begun", name, sys.argv[5:]]) + "\\n")
@@ -75,22 +75,27 @@ def test_when_time_is_up_all_are_asked_to_save_themselves(fake, monkeypatch, cap
 
 def test_asked_to_end_it_asks_all_of_them_also_in_the_background(fake, tmp_path):
     """Where a shell without a terminal has put it, Ctrl-C is ignored; SIGTERM is not."""
-    Path("plan").write_text("train a 60 0\n")
+    Path("plan").write_text("train a 60 0\ntrain b 60 0\n")
     program = f"import sys; from benchmarks import rows; rows.PROGRAM = {rows.PROGRAM!r}; sys.exit(rows.main())"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "plan"],
+        [sys.executable, "-c", program, "plan", "--at-once", "2"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(rows.__file__).parents[1])},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    until = time.monotonic() + 30
-    while not Path("events").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    try:
+        until = time.monotonic() + 30
+        while not (Path("events").exists() and len(events()) == 2) and time.monotonic() < until:
+            time.sleep(0.05)
+        for _ in range(2):  # the second while they save themselves
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 3
-    assert "stopped: 1. train a 60 0\n    saved\n" in out
+    assert "stopped: 1. train a 60 0\n    saved\nstopped: 2. train b 60 0\n    saved\n" in out
 
 
 @pytest.mark.parametrize(
