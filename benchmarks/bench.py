@@ -4,7 +4,7 @@ Prints tables, and writes bench.json and bench.png; --show prints the tables of 
 median. All paths of a table are measured in one run, so that they can be compared: "ours" as the library runs by
 default; "captured", the same step in a CUDA graph; "reference", our formulas in plain PyTorch with all votes stored;
 "compiled", torch.compile of these; and "plain", each routing by the textbook with einsum. It may be stopped at any
-time: what is known by then is shown and kept, and --resume measures the rest.
+time: what is known by then is shown and kept, and --resume measures the sections that were not finished.
 """
 
 from __future__ import annotations
@@ -117,27 +117,29 @@ class Bench:
         self.cuda, self.quick = self.device.type == "cuda", arguments.quick
         self.least = 0.0 if self.quick else arguments.least
         self.results: dict[str, Any] = {"machine": machine(self.device), "date": str(date.today())}
-        self.results |= {"commit": source()[0], "took_s": {}}
+        self.results |= {"commit": source()[0], "asked": asked(arguments), "took_s": {}}
         self.out = Path(arguments.out)
         self.out.mkdir(parents=True, exist_ok=True)
-        if arguments.resume:
-            self.results = self.begun()
         self.began = time.monotonic()
         self.compiling = arguments.compiling
         self.caches = caches  # the folder of what is compiled in this run
 
-    def begun(self) -> dict[str, Any]:
-        """The finished sections of the bench.json that is there, if it is of this machine and this source."""
+    def resume(self) -> None:
+        """Takes over the finished sections of the bench.json that is there, if it measured the same."""
+        path = self.out / "bench.json"
+        if not path.exists():
+            return
         try:
-            before = json.loads((self.out / "bench.json").read_text())
-        except FileNotFoundError:
-            return self.results
-        for of in ("machine", "commit"):
-            if before[of] != self.results[of]:
-                raise ValueError(f"{self.out / 'bench.json'} is of another {of}; without --resume it begins anew")
-        unfinished = set(SECTIONS) - set(before["took_s"]) - {"ceilings"}  # which steps have measured on their way
-        kept = {name: found for name, found in before.items() if name not in unfinished}
-        return {**kept, "calls": before.get("calls", 1) + 1}
+            before = json.loads(path.read_text())
+            another = [key for key in ("machine", "commit", "asked") if before[key] != self.results[key]]
+            unfinished = set(SECTIONS) - set(before["took_s"]) - {"ceilings"}  # which steps have measured on their way
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no bench.json that can be gone on with: {error!r}") from error
+        if another:
+            differs = ", ".join(f"{key} {before[key]} and now {self.results[key]}" for key in another)
+            raise ValueError(f"{path} is of something else: {differs}; without --resume it is begun anew")
+        self.results = {name: found for name, found in before.items() if name not in unfinished}
+        self.results["calls"] = before.get("calls", 1) + 1
 
     def save(self, news: str) -> None:
         """Writes all there is, and says what is new."""
@@ -151,6 +153,7 @@ class Bench:
         began = time.monotonic()
         yield
         self.results["took_s"][section] = time.monotonic() - began
+        self.save(f"{section}: done")
 
     def paths(self) -> list[str]:
         chosen = self.arguments.paths.split(",") if self.arguments.paths else PATHS
@@ -202,6 +205,11 @@ class Bench:
 
     def _job(self, asked: dict[str, Any]) -> list[str]:
         return [sys.executable, "-m", "benchmarks.bench", "--device", str(self.device), "--job", json.dumps(asked)]
+
+
+def asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers of a run depend on besides machine and source."""
+    return {name: getattr(arguments, name) for name in ("device", "quick", "presets", "paths", "batch", "least")}
 
 
 def caches_in(folder: str) -> dict[str, str]:
@@ -423,7 +431,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiling", type=float, default=240.0, help="seconds that all compiling may take together")
     parser.add_argument("--caches", help="folder that keeps what was compiled, for another run")
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")
-    parser.add_argument("--resume", action="store_true", help="keep the finished sections of the bench.json in --out")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the sections that --out has finished",
+    )
     parser.add_argument("--show", metavar="FILE", help="print the tables of this bench.json and measure nothing")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
@@ -434,8 +446,8 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.show:
         try:
             results = json.loads(Path(arguments.show).read_text())
-            parts = f", in {results['calls']} calls" if "calls" in results else ""
-            print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, one run{parts}")
+            calls = f"in {results['calls']} calls" if "calls" in results else "one run"
+            print(f"{results['machine']}, {results['date']}, commit {results['commit'][:7]}, {calls}")
             show(results)
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{arguments.show} is no bench.json: {error}")
@@ -447,10 +459,12 @@ def main(given: Sequence[str] | None = None) -> None:
     for unknown in set((arguments.paths or "ours").split(",")) - set(PATHS):
         parser.error(f"there is no path {unknown!r}; there are {', '.join(PATHS)}")
     with tempfile.TemporaryDirectory() as caches:
-        try:
-            bench = Bench(arguments, arguments.caches or caches)
-        except (ValueError, KeyError, TypeError) as error:
-            parser.error(f"--resume: {error}")
+        bench = Bench(arguments, arguments.caches or caches)
+        if arguments.resume:
+            try:
+                bench.resume()
+            except ValueError as error:
+                parser.error(str(error))
         run(bench, sections)
 
 

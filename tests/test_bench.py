@@ -21,7 +21,7 @@ def test_quick(tmp_path, capsys):
     bench.main(["--device", "cpu", "--quick", "--only", "steps,growth,inference", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert set(found) == {"machine", "date", "commit", "took_s", "ceilings", "steps", "growth", "inference"}
+    assert set(found) == {"machine", "date", "commit", "asked", "took_s", "ceilings", "steps", "growth", "inference"}
     assert set(found["took_s"]) == {"steps", "growth", "inference"}
     rows = [(row["name"], row["path"]) for row in found["steps"]]
     assert rows == [(case.name, path) for case in bench.QUICK for path in ("ours", "reference", "plain")]
@@ -57,7 +57,7 @@ def test_stopped_half_way(tmp_path, capsys, monkeypatch):
 
 
 def test_taken_up_again(tmp_path, capsys):
-    """Finished sections stay as they are, unfinished ones are measured anew; but not of other source."""
+    """Finished sections stay as they are, unfinished ones are measured anew."""
     call, file = ["--device", "cpu", "--quick", "--out", str(tmp_path)], tmp_path / "bench.json"
     bench.main([*call, "--only", "steps"])
     first = json.loads(file.read_text())
@@ -69,13 +69,42 @@ def test_taken_up_again(tmp_path, capsys):
     assert set(second["growth"]) == {"base", "ours", "plain"}
     capsys.readouterr()
     bench.main(["--show", str(file)])
-    assert "one run, in 2 calls\n" in capsys.readouterr().out
-    file.write_text(json.dumps({**second, "commit": "another"}))
+    assert ", in 2 calls\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "sentence"),
+    [
+        ({"machine": "another"}, "is of something else: machine another and now "),
+        ({"commit": "another"}, "is of something else: commit another and now "),
+        ({"asked": {"quick": False}}, "is of something else: asked {'quick': False} and now "),
+        ({"took_s": 3}, "is no bench.json that can be gone on with"),
+        ([], "is no bench.json that can be gone on with"),
+    ],
+)
+def test_what_cannot_be_taken_up_again(tmp_path, capsys, before, sentence):
+    call, file = ["--device", "cpu", "--quick", "--only", "ceilings", "--out", str(tmp_path)], tmp_path / "bench.json"
+    bench.main(call)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **before} if before else before))
+    kept = file.read_text()
     with pytest.raises(SystemExit) as refused:
         bench.main([*call, "--resume"])
     assert refused.value.code == 2
-    assert "is of another commit; without --resume it begins anew" in capsys.readouterr().err
-    assert json.loads(file.read_text())["steps"] == first["steps"]
+    assert sentence in capsys.readouterr().err
+    assert file.read_text() == kept
+
+
+def test_a_finished_section_is_on_disk_before_the_next_begins(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(_):
+        raise Killed
+
+    monkeypatch.setitem(bench.SECTIONS, "growth", killed)
+    with pytest.raises(Killed):
+        bench.main(["--device", "cpu", "--quick", "--only", "ceilings,growth", "--out", str(tmp_path)])
+    assert set(json.loads((tmp_path / "bench.json").read_text())["took_s"]) == {"ceilings"}
 
 
 def test_steps_take_turns(monkeypatch):
