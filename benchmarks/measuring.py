@@ -23,6 +23,7 @@ from benchmarks.plain import plain
 from torchcaps.models import create_model
 from torchcaps.models.measure import operations
 from torchcaps.ops import vote_budget
+from torchcaps.ops.stream import own_stream
 from torchcaps.results import environment
 
 try:
@@ -272,15 +273,6 @@ def graph_of(work: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         work()
     return graph.replay
-
-
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def median_time(work: Callable[[], Any], device: torch.device, least: float = 1.0) -> float:

@@ -30,8 +30,9 @@ from torchcaps.data import Batch, DataSet
 from torchcaps.data.protocols import bind, find
 from torchcaps.data.splits import Stored
 from torchcaps.layers import conv_stem
+from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import Recipe
-from torchcaps.train.capture import WARM_UP, Captured, own_stream
+from torchcaps.train.capture import WARM_UP, Captured
 from torchcaps.train.optim import create_optimizer
 from torchcaps.train.prepare import create_fabric, create_network, numerics, training_batches
 from torchcaps.train.step import Step

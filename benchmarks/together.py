@@ -25,8 +25,8 @@ from torchcaps import recipes
 from torchcaps.data import Batch, DataSet
 from torchcaps.data.protocols import bind, find
 from torchcaps.data.splits import Stored
+from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import Recipe
-from torchcaps.train.capture import own_stream
 from torchcaps.train.optim import create_optimizer
 from torchcaps.train.prepare import create_fabric, create_network, numerics, training_batches
 from torchcaps.train.replicas import ReplicaBatches, ReplicaStep

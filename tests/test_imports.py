@@ -19,6 +19,7 @@ MAY_IMPORT = {  # what each part may see of the others; its own files always
     "layers.chain": {"fused"},
     "layers.feedback": {"types", "functional", "ops", "losses"},
     "models": {"types", "functional", "ops", "losses", "routing", "layers"},
+    "models.inference": {"types", "ops", "fused"},
     "data": {"types", "functional"},
     "recipes": set(),
     "shorten": {"recipes"},

@@ -12,7 +12,7 @@ from torchcaps import data, functional, layers, losses, models, ops, routing
 from torchcaps.functional import length, squash, squash_exp
 from torchcaps.layers import CapsuleStack, ConvCaps, Decoder, LinearCaps, PrimaryCaps
 from torchcaps.losses import margin_loss, reconstruction_loss, sinkhorn_divergence, spread_loss
-from torchcaps.models import CapsNet, create_model, list_models, load_pretrained, register
+from torchcaps.models import CapsNet, Inference, create_model, list_models, load_pretrained, register
 from torchcaps.ops import Votes, vote_budget
 from torchcaps.types import Capsules, Output, Routing
 
@@ -24,6 +24,7 @@ __all__ = [
     "Capsules",
     "ConvCaps",
     "Decoder",
+    "Inference",
     "LinearCaps",
     "Output",
     "PrimaryCaps",

@@ -37,6 +37,10 @@ def backend(name: str) -> Iterator[None]:
         _backend = before
 
 
+def current_backend() -> str:
+    return _backend
+
+
 def wanted(device: torch.device, replicas: bool = False) -> bool:
     """Whether kernels are asked for there, and nothing that needs the formula (torch.compile, vmap) looks on.
 

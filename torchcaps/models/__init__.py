@@ -12,8 +12,9 @@ from torchcaps.models import (  # noqa: F401
     mazzia_cnn,
     rivals,
 )
+from torchcaps.models.inference import Inference
 from torchcaps.models.network import CapsNet, Network
 from torchcaps.models.pretrained import load_pretrained
 from torchcaps.models.registry import create_model, list_models, register
 
-__all__ = ["CapsNet", "Network", "create_model", "list_models", "load_pretrained", "register"]
+__all__ = ["CapsNet", "Inference", "Network", "create_model", "list_models", "load_pretrained", "register"]

@@ -6,8 +6,7 @@ full batch from there on is copied to where the recording reads it and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -91,13 +90,3 @@ def renew_generator(device: torch.device) -> None:
     """A recording that failed may leave the random numbers waiting for its end; they are seeded at each step anyway."""
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     generator.graphsafe_set_state(torch.Generator(device))
-
-
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """A graph is recorded on a stream other than the default; all of a run stays on that one."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(device).wait_stream(stream)

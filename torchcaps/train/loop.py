@@ -18,9 +18,9 @@ import torch
 
 from torchcaps.data import Batch, Batches, DataSet
 from torchcaps.evaluate import Predictions, headline_error, predict
+from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
-from torchcaps.train.capture import own_stream
 from torchcaps.train.folder import Folder, Run, open_folder
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import (

@@ -23,9 +23,9 @@ from torch import Tensor
 from torchcaps.data import DataSet, batches_for
 from torchcaps.evaluate import Predictions, checked, headline_error
 from torchcaps.functional import widen
+from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import DEFAULTS, Recipe, differing
 from torchcaps.train import checkpoint
-from torchcaps.train.capture import own_stream
 from torchcaps.train.folder import Run, open_folder
 from torchcaps.train.loop import CHECK_EVERY, Interrupted
 from torchcaps.train.optim import learning_rate
