@@ -188,6 +188,7 @@ def test_plain_is_the_same_network(preset, options):
 def test_plain_is_nothing_of_ours(preset, options, monkeypatch):
     """Neither the pieces in the cache, were they ever so small, nor the reference makes its votes."""
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
     for place, name in ((Votes, "sweep"), (agreement_cpu, "parts"), (em_cpu, "parts")):
         monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("these votes are ours"))
     network = create_model(preset, **options)

@@ -187,12 +187,14 @@ def routed(name, make, within):
 @pytest.mark.parametrize("case", ["vectors", "small poses", "matrices", "shared", "stride 1, contiguous"])
 def test_steps_share_one_gradient_of_the_weights(name, case, monkeypatch):
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
     make, inputs = CASES[case]()
     assert_equal_with_gradients(routed(name, make, "auto"), routed(name, make, "torch"), inputs)
 
 
 def test_every_backward_pass_has_a_gradient_of_its_own(monkeypatch):
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
     make, inputs = linear("vectors")
     poses, weight = (x.requires_grad_() for x in inputs)
     out = dynamic_routing(make(poses, weight), 3).poses.square().sum()
@@ -209,6 +211,7 @@ def test_every_backward_pass_has_a_gradient_of_its_own(monkeypatch):
 def test_gradients_with_and_without_recording(monkeypatch):
     """Votes that were first asked without gradients give them all the same when they are wanted."""
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
     make, inputs = linear("vectors")
     votes = make(*(x.requires_grad_() for x in inputs))
     with torch.no_grad():
@@ -222,6 +225,7 @@ def test_gradients_with_and_without_recording(monkeypatch):
 
 def test_second_derivatives_are_refused(monkeypatch):
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
     make, inputs = linear("vectors")
     out = dynamic_routing(make(*(x.requires_grad_() for x in inputs)), 3).poses.square().sum()
     for grad in torch.autograd.grad(out, inputs, create_graph=True):
@@ -243,6 +247,7 @@ def test_what_runs_here():
     assert not votes_cpu.fits(make(poses, weight))  # too few to be worth it
     large = torch.randn(64, 512, 16), torch.randn(512, 4, 10, 4)
     assert votes_cpu.fits(make(*large))
+    assert not votes_cpu.fits(make(large[0][:8], large[1]))  # eight children for each weight
     assert votes_cpu.fits(make(*(x.double() for x in large)))
     assert not votes_cpu.fits(make(*(x.bfloat16() for x in large)))
     assert not votes_cpu.fits(make(*(x.to("meta") for x in large)))
@@ -261,6 +266,7 @@ def test_what_runs_here():
 )
 def test_large_votes_come_here_by_themselves(place, name, monkeypatch):
     monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
     votes, parents = Votes(torch.randn(2, 3, 4), torch.randn(3, 4, 5, 6)), torch.rand(2, 5, 6) + 0.1
     calls, own = [], getattr(place, name)
     monkeypatch.setattr(place, name, lambda *args, **options: (calls.append(1), own(*args, **options))[1])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 128  # columns of a piece, where there are so many
 LEAST = 2**20  # bytes of votes below which there is nothing to gain
+FEWEST = 12  # children that share a weight, below which reading weights takes longer than the votes do
 
 
 def fits(votes: Votes) -> bool:
@@ -34,6 +35,7 @@ def fits(votes: Votes) -> bool:
         and votes.poses.dtype == votes.weight.dtype
         and votes.dtype in (torch.float32, torch.float64)
         and votes._size() >= LEAST
+        and math.prod(votes.lead) * votes.in_caps >= FEWEST * len(votes.weight)
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None  # vmap needs the formula
     )
