@@ -109,6 +109,9 @@ def test_weights_may_change_in_place_but_not_move(fake):
     assert answer(images.double()).scores.dtype == torch.float64
     assert len(fake) == 2
     assert len(answer._recordings) == 1
+    net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
+    answer(images.double())
+    assert len(fake) == 3
 
 
 def test_hooks_are_called(fake):

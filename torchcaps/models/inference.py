@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torchcaps.ops.stream import own_stream
 from torchcaps.types import Output
 
 T = TypeVar("T")
+Weights: TypeAlias = list[tuple[Mapping[str, Any], str]]  # where modules hold them, who may put others there
 WARM_UP = 3  # calls before a recording, which load libraries and choose algorithms
 
 _log = logging.getLogger(__name__)
@@ -29,8 +31,8 @@ class Inference:
     """A network's answers without gradients; on a GPU each size of batch is recorded once and replayed from then on.
 
     Autocast, TF32 and the backend are those of the call. Weights may change in place: a replay reads them where they
-    lie, and a network that was moved is recorded anew. Hooks would not be called in a replay, so that a network with
-    hooks runs as it is, as every network does on a CPU.
+    lie, and when they lie elsewhere the network is recorded anew. A replay calls no hooks, so that a network which has
+    some when it would be recorded runs as it is, as every network does on a CPU.
 
     Args:
         network: in eval mode.
@@ -42,7 +44,7 @@ class Inference:
             raise ValueError(f"sizes must be at least 1, got {sizes}")
         self.network, self.sizes = network, sizes
         self._recordings: OrderedDict[Any, Recording | None] = OrderedDict()
-        self._weights: list[Tensor] = []
+        self._weights: Weights = []
         self._places: list[int] = []
         self._lock = Lock()  # a recording has one place for its images
 
@@ -59,10 +61,11 @@ class Inference:
         return self.network(images)  # type: ignore[no-any-return]
 
     def _find(self, images: Tensor) -> Recording | None:
-        if not self._weights or self._places != [weight.data_ptr() for weight in self._weights]:
+        if not self._weights or self._places != _places(self._weights):
             self._forget(len(self._recordings), images.device)
-            self._weights = [*self.network.parameters(), *self.network.buffers()]
-            self._places = [weight.data_ptr() for weight in self._weights]
+            held = [holder for m in self.network.modules() for holder in (m._parameters, m._buffers)]
+            self._weights = [(holder, name) for holder in held for name in holder]
+            self._places = _places(self._weights)
         key = _circumstances(images)
         if key not in self._recordings:
             self._forget(len(self._recordings) + 1 - self.sizes, images.device)
@@ -115,6 +118,10 @@ class Recording:
 
 def _recordable(images: Tensor) -> bool:
     return isinstance(images, Tensor) and images.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _places(weights: Weights) -> list[int]:
+    return [0 if (weight := holder[name]) is None else weight.data_ptr() for holder, name in weights]
 
 
 def _circumstances(images: Tensor) -> tuple[Any, ...]:
