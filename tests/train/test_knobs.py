@@ -128,7 +128,7 @@ def test_smoothing_of_each_class_by_itself():
     assert float(binary_cross_entropy(logits, labels, label_smoothing=0.1)) == pytest.approx(total / 12, rel=1e-12)
 
 
-def test_mixup_is_cross_entropy_with_both_labels_in_their_shares():
+def test_mixup_is_a_loss_with_both_labels_in_their_shares():
     images, scores = torch.rand(5, 1, 4, 4), torch.randn(5, 3, dtype=torch.float64)
     labels = torch.tensor([0, 2, 1, 1, 0])
     seen = mixed(images, 0.7)
@@ -141,6 +141,10 @@ def test_mixup_is_cross_entropy_with_both_labels_in_their_shares():
     torch.testing.assert_close(terms["cross_entropy"], expected)
     plain = loss_terms(replace(SMALL, mixup=0.0), output, Batch(seen, labels), share=0.7)
     torch.testing.assert_close(plain["cross_entropy"], F.cross_entropy(scores, labels))
+    lengths = scores.sigmoid()
+    expected = targets * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - targets) * F.relu(lengths - 0.1) ** 2
+    terms = loss_terms(replace(SMALL, loss="margin"), output._replace(scores=lengths), Batch(seen, labels), share=0.7)
+    torch.testing.assert_close(terms["margin"], expected.sum(1).mean())
 
 
 def test_shares_are_drawn_anew_at_each_step():
@@ -155,7 +159,8 @@ def test_shares_are_drawn_anew_at_each_step():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"loss": "margin"}, "mixup goes with the losses cross_entropy and binary_cross_entropy, not with margin"),
+        ({"loss": "spread"}, "mixup goes with every loss but spread"),
+        ({"loss": "margin", "mixup": 0.0, "label_smoothing": 0.1}, "label_smoothing goes with the losses"),
         ({"reconstruction": 0.1}, "mixup leaves no single picture"),
         ({"loss": "spread", "mixup": 0.0, "label_smoothing": 0.1}, "label_smoothing goes with the losses"),
     ],

@@ -32,12 +32,12 @@ def check(recipe: Recipe) -> None:
     """Refuses what would be silently ignored."""
     if recipe.class_weights is not None and recipe.loss not in ("margin", "cross_entropy"):
         raise ValueError(f"class_weights go with the losses margin and cross_entropy, not with {recipe.loss}")
-    if recipe.loss not in ("cross_entropy", "binary_cross_entropy"):
-        for word in ("label_smoothing", "mixup"):
-            if getattr(recipe, word):
-                raise ValueError(
-                    f"{word} goes with the losses cross_entropy and binary_cross_entropy, not with {recipe.loss}"
-                )
+    if recipe.label_smoothing and recipe.loss not in ("cross_entropy", "binary_cross_entropy"):
+        raise ValueError(
+            f"label_smoothing goes with the losses cross_entropy and binary_cross_entropy, not with {recipe.loss}"
+        )
+    if recipe.mixup and recipe.loss == "spread":
+        raise ValueError("mixup goes with every loss but spread, which is about one class's distance from the others")
     if recipe.mixup and recipe.reconstruction:
         raise ValueError("mixup leaves no single picture to reconstruct; reconstruction must be 0 with it")
     if recipe.clip is not None and recipe.clip_value is not None:

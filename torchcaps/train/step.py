@@ -239,25 +239,20 @@ def loss_terms(
     terms: dict[str, Tensor] = {}
 
     def own_and_others(loss: Callable[..., Tensor], **options: Any) -> Tensor:
-        own = loss(output.scores, batch.labels, label_smoothing=recipe.label_smoothing, **options)
+        own = loss(output.scores, batch.labels, **options)
         if not recipe.mixup:
             return own
-        other = loss(output.scores, batch.labels.flip(0), label_smoothing=recipe.label_smoothing, **options)
-        return share * own + (1 - share) * other
+        return share * own + (1 - share) * loss(output.scores, batch.labels.flip(0), **options)
 
+    smoothing = {"label_smoothing": recipe.label_smoothing}
     if recipe.loss == "margin":
-        terms["margin"] = losses.margin_loss(
-            output.scores,
-            batch.labels,
-            scale=recipe.loss_scale,  # type: ignore[arg-type]
-            class_weights=class_weights,
-        )
+        terms["margin"] = own_and_others(losses.margin_loss, scale=recipe.loss_scale, class_weights=class_weights)
     elif recipe.loss == "spread":
         terms["spread"] = losses.spread_loss(output.scores, batch.labels, margin)  # type: ignore[arg-type]
     elif recipe.loss == "cross_entropy":
-        terms["cross_entropy"] = own_and_others(losses.cross_entropy, class_weights=class_weights)
+        terms["cross_entropy"] = own_and_others(losses.cross_entropy, class_weights=class_weights, **smoothing)
     else:
-        terms["binary_cross_entropy"] = own_and_others(losses.binary_cross_entropy)
+        terms["binary_cross_entropy"] = own_and_others(losses.binary_cross_entropy, **smoothing)
     if recipe.reconstruction:
         if output.reconstruction is None:
             raise ValueError(
