@@ -32,7 +32,7 @@ def used(monkeypatch):
     """Sizes that an interpreter can do are not few; and gradients come from here."""
     from torchcaps.ops import em_first_triton, em_triton, plan_triton
 
-    if em_first_triton._room() < em_first_triton.SHARED_BYTES:
+    if plan_triton.room() < em_first_triton.SHARED_BYTES:
         pytest.skip("too little shared memory")
     monkeypatch.setattr(plan_triton, "FEW_PAIRS", 0)
     calls = []

@@ -40,15 +40,19 @@ SIZES = {  # poses, weight [g, a, j, e], window
     "one parent": ((2, 5, 3), (5, 3, 1, 5), None),
     "many parents": ((2, 5, 4), (5, 2, 70, 2), None),
     "large poses": ((2, 3, 40), (3, 40, 3, 20), None),
+    "largest poses": ((2, 3, 64), (3, 64, 20, 64), None),
     "every other child": ((2, 5, 16), (5, 4, 3, 4), None),
     "windows": ((2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
+    "windows of large poses": ((1, 1, 64, 5, 3), (9, 64, 12, 64), Window(3, 2)),
     "overlapping": ((1, 2, 4, 4, 5), (8, 2, 3, 2), Window(2, 1)),
     "channels last": ((2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
     "scrambled": ((1, 2, 4, 5, 4), (8, 2, 3, 2), Window(2, 1, True)),
 }
 
 
-DRAWN = {  # in another way than contiguous
+DRAWN = {  # in another way than contiguous, or so that votes are about 1
+    "largest poses": lambda *shape: torch.randn(shape) / 8,
+    "windows of large poses": lambda *shape: torch.randn(shape) / 8,
     "every other child": lambda b, i, p: torch.randn(b, 2 * i, p)[:, ::2],
     "channels last": lambda b, c, p, h, w: torch.randn(b, h, w, c, p).permute(0, 3, 4, 1, 2),
 }
@@ -118,7 +122,7 @@ def test_constant_agreement(case, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["vectors", "many parents", "36 dims", "overlapping"])
+@pytest.mark.parametrize("case", ["vectors", "many parents", "36 dims", "largest poses", "overlapping"])
 def test_half_precision(case, dtype, monkeypatch):
     """Plain PyTorch makes float32 of it first, so that it rounds the results only."""
     window, inputs = drawn(case)
@@ -345,6 +349,29 @@ def test_autocast(monkeypatch):
     assert weight.grad.dtype == torch.float32
     exact = inverted_attention(Votes(poses.double(), weight.detach().double(), window), parents.double()).poses
     assert (capsules.poses - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+@pytest.mark.parametrize("case", ["batch of 1", "largest poses", "windows"])
+@pytest.mark.parametrize("what", ["agreement", "em"])
+def test_little_shared_memory(what, case, monkeypatch):
+    """Then a program has fewer parents, and where it can have none the formula runs."""
+    from torchcaps.ops import em_triton, plan_triton
+
+    window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
+    function = step(window) if what == "agreement" else em(window)
+    votes = Votes(inputs[0], inputs[1], window)
+    cut = em_triton._plan if what == "em" else plan_triton.plan
+    most = cut(votes).options["num_warps"]
+    all_warps, each = plan_triton._shared_bytes(votes)
+    monkeypatch.setattr(plan_triton, "room", lambda: all_warps + each)
+    assert plan_triton.why_not(votes) is None
+    assert cut(votes).options["num_warps"] < most
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+    monkeypatch.setattr(plan_triton, "room", lambda: all_warps + each - 1)
+    assert plan_triton.why_not(votes) == (
+        f"a pose of {votes.rows} x {votes.weight.shape[1]} and a vote of {votes.rows} x {votes.weight.shape[3]} numbers"
+        f" take {all_warps + each:,} bytes of shared memory, of which this GPU has {all_warps + each - 1:,}"
+    )
 
 
 def test_falls_back_and_says_so_once(monkeypatch, caplog):

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcaps.ops.ahead_triton import launched
-from torchcaps.ops.plan_triton import Plan, few_pairs, interpreted, precision_of
+from torchcaps.ops.plan_triton import Plan, few_pairs, interpreted, precision_of, room
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import Tile, children_at, children_of, rounded
 
@@ -230,7 +230,7 @@ def without_votes(votes: Votes) -> bool:
     _, size, parents, columns = votes.weight.shape
     plain = votes.offset is None and votes.sharing == 1 and not few_pairs(votes)
     small = size <= LARGEST and votes.rows <= min(ROWS) and 2 * size * size <= parents * columns
-    return plain and small and precision_of(votes.products)[1] == "tf32" and _room() >= SHARED_BYTES
+    return plain and small and precision_of(votes.products)[1] == "tf32" and room() >= SHARED_BYTES
 
 
 def first_gradients(
@@ -301,10 +301,3 @@ def _split(steps: int, others: int) -> int:
 
     most = max(1, min(steps, PROGRAMS // others))
     return triton.cdiv(steps, min(range(1, most + 1), key=time))
-
-
-def _room() -> int:
-    """Bytes of shared memory that a program may have; enough where there is no GPU, but an interpreter."""
-    if not torch.cuda.is_available():
-        return SHARED_BYTES
-    return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -29,6 +28,7 @@ from torchcaps.ops.plan_triton import (
     Plan,
     few_pairs,
     interpreted,
+    low_of,
     or_,
     pack_weight,
     plan,
@@ -276,10 +276,9 @@ def _like(grads: list[Tensor | None], inputs: list[tuple[torch.dtype, torch.Size
 
 def _plan(votes: Votes, wide: int = 64) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
-    large = votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32
     packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
     stages = 3 if votes.products == torch.bfloat16 else 2
-    return plan(votes, low=1 if large else 2, block=8, wide=wide, packed=packed, stages=stages)
+    return plan(votes, low=low_of(votes) // 2, block=8, wide=wide, packed=packed, stages=stages)
 
 
 def _strict(votes: Votes, tile: Tile) -> Tile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torchcaps.ops.windows import Window
 # little more than one in float32. Among many results the largest error hardly grows by it; among few it can, and there
 # a second product for what rounding left over, sums of windows in float32 and full products are cheap.
 FEW_PAIRS = 2**18
+WINDOWS = 16  # in a program, as many as a tensor core takes rows
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
 
@@ -36,6 +38,13 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def room() -> int:
+    """Bytes of shared memory that a program may have: 227 KiB on an H100, 99 on most other GPUs of today."""
+    if not torch.cuda.is_available():
+        return sys.maxsize
+    return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 48 * 1024)
+
+
 def why_not(votes: Votes) -> str | None:
     """What keeps these votes from running fused, if anything does."""
     if not (stands_for(votes.device).type == "cuda" or interpreted()):
@@ -43,8 +52,11 @@ def why_not(votes: Votes) -> str | None:
     if votes.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the votes are {votes.dtype}"
     size, columns = votes.weight.shape[1], votes.weight.shape[3]
+    numbers = f"a pose of {votes.rows} x {size} and a vote of {votes.rows} x {columns} numbers"
     if size > 64 or columns > 64 or votes.dim > 128:
-        return f"a pose of {votes.rows} x {size} and a vote of {votes.rows} x {columns} numbers take too many registers"
+        return f"{numbers} take too many registers"
+    if (needed := sum(_shared_bytes(votes))) > room():
+        return f"{numbers} take {needed:,} bytes of shared memory, of which this GPU has {room():,}"
     return None
 
 
@@ -54,6 +66,33 @@ def precision_of(dtype: torch.dtype) -> tuple[tl.dtype, str]:
         return tl.bfloat16, "tf32"
     exact = dtype == torch.float16 or (dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest")
     return tl.float32, "tf32x3" if exact else "tf32"
+
+
+def _shared_bytes(votes: Votes, low: int | None = None, stages: int = 2, packed: bool = False) -> tuple[int, int]:
+    """How much shared memory a program takes at most, and how much more for each warp.
+
+    A warp has the weights of its parents there as they are read, ahead of time, and as a product takes them, and the
+    gradients of its votes; all warps have the poses, before and after rounding. Less is taken where memory is reused.
+    """
+    dtype, precision = precision_of(votes.products)
+    item = 2 if dtype == tl.bfloat16 else 4
+    _, size, _, columns = votes.weight.shape
+    low = low_of(votes) if low is None else low
+    depth = max(16, triton.next_power_of_2(size))
+    width = max(64, low * triton.next_power_of_2(columns))  # with several children where columns are few
+    read = item if packed else votes.weight.element_size()
+    weights = depth * width * ((stages - 1) * read + item)
+    gradients = WINDOWS * width * item * math.gcd(votes.rows, _together(dtype, precision))
+    return 2 * WINDOWS * depth * 4 * votes.rows + 1024, weights + gradients
+
+
+def low_of(votes: Votes) -> int:
+    """Parents in a warp; fewer where votes are large."""
+    return 2 if votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32 else 4
+
+
+def _together(dtype: tl.dtype, precision: str) -> int:
+    return 4 if dtype == tl.bfloat16 else 2 if precision == "tf32" else 1
 
 
 def few_pairs(votes: Votes) -> bool:
@@ -75,7 +114,8 @@ def plan(
     """How to cut these votes up.
 
     Args:
-        block: parents in a program; fewer where poses are large, for a thread has no more than 255 registers.
+        block: parents in a program; fewer where poses are large, for a thread has no more than 255 registers, and where
+            shared memory would not hold their weights.
         low: of them in a warp, 2, 4 or 8.
         wide: columns of a product in a warp, over children and entries.
         together: rows whose gradients are multiplied at once, 1, 2 or 4.
@@ -86,18 +126,20 @@ def plan(
     poses = votes.poses
     y, x = votes.lead[1:] if votes.window is not None else (1, 1)
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
-    large = votes.rows * triton.next_power_of_2(columns) > 32
     dtype, precision = precision_of(votes.products)
     if precision == "tf32x3" and votes.products == torch.float32 and few_pairs(votes) and not interpreted():
         precision = "ieee"
     if together is None:
-        together = 4 if dtype == tl.bfloat16 else 2 if precision == "tf32" else 1
-    low = (2 if large else 4) if low is None else low
-    block = (16 if large else 32) if block is None else block
+        together = _together(dtype, precision)
+    low = low_of(votes) if low is None else low
+    block = 8 * low_of(votes) if block is None else block
     entries = max(8 // low, triton.next_power_of_2(columns))
     padded = triton.next_power_of_2(size)
     children = max(1, min(16 // padded, wide // (entries * low)))
     high = max(1, min(block, triton.next_power_of_2(parents)) // low)
+    all_warps, each_warp = _shared_bytes(votes, low, stages, packed)
+    while high > 1 and all_warps + high * each_warp > room():
+        high //= 2
     n = math.prod(votes.lead)
     tile = Tile(
         M=votes.rows,
@@ -109,7 +151,7 @@ def plan(
         JB=high,
         JL=low,
         C=children,
-        BN=16,
+        BN=WINDOWS,
         G=math.gcd(votes.rows, together),
         KS=window.kernel_size,
         SCRAMBLED=window.scrambled,
