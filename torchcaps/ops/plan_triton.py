@@ -128,7 +128,7 @@ def plan(
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
     dtype, precision = precision_of(votes.products)
     if precision == "tf32x3" and votes.products == torch.float32 and few_pairs(votes) and not interpreted():
-        precision = "ieee"
+        precision, wide = "ieee", min(wide, 16)  # not on tensor cores, for which children are multiplied together
     if together is None:
         together = _together(dtype, precision)
     low = low_of(votes) if low is None else low
