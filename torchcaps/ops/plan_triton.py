@@ -45,6 +45,11 @@ def room() -> int:
     return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 48 * 1024)
 
 
+def _before_hopper() -> bool:
+    """Where gradients go through shared memory before they are rounded."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
+
+
 def why_not(votes: Votes) -> str | None:
     """What keeps these votes from running fused, if anything does."""
     if not (stands_for(votes.device).type == "cuda" or interpreted()):
@@ -82,7 +87,7 @@ def _shared_bytes(votes: Votes, low: int | None = None, stages: int = 2, packed:
     width = max(64, low * triton.next_power_of_2(columns))  # with several children where columns are few
     read = item if packed else votes.weight.element_size()
     weights = depth * width * ((stages - 1) * read + item)
-    gradients = WINDOWS * width * item * math.gcd(votes.rows, _together(dtype, precision))
+    gradients = WINDOWS * width * (4 if _before_hopper() else item) * math.gcd(votes.rows, _together(dtype, precision))
     return 2 * WINDOWS * depth * 4 * votes.rows + 1024, weights + gradients
 
 
