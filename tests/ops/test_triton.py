@@ -337,6 +337,18 @@ def test_gradients_of_four_rows_at_once(what, case, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
+@pytest.mark.parametrize("options", [{"low": 1}, {"wide": 16}, {"low": 1, "wide": 16}])
+@pytest.mark.parametrize("case", ["matrices", "largest poses", "windows"])
+def test_few_parents_or_one_child_in_a_warp(case, options, monkeypatch):
+    """As on a GPU with few exact products."""
+    from torchcaps.ops import agreement_triton
+
+    monkeypatch.setattr(agreement_triton, "plan", partial(agreement_triton.plan, **options))
+    window, inputs = drawn(case)
+    function = step(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
 def test_autocast(monkeypatch):
     """Poses in the autocast dtype, weights and their gradients in float32."""
     window, (poses, weight, parents) = drawn("overlapping")

@@ -21,6 +21,7 @@ from torchcaps.ops.windows import Window
 # a second product for what rounding left over, sums of windows in float32 and full products are cheap.
 FEW_PAIRS = 2**18
 WINDOWS = 16  # in a program, as many as a tensor core takes rows
+MOST_PRODUCTS = 2**12  # in a warp, for a window: each is an instruction where tensor cores are not exact enough
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
 
@@ -121,7 +122,7 @@ def plan(
     Args:
         block: parents in a program; fewer where poses are large, for a thread has no more than 255 registers, and where
             shared memory would not hold their weights.
-        low: of them in a warp, 2, 4 or 8.
+        low: of them in a warp, 1, 2, 4 or 8.
         wide: columns of a product in a warp, over children and entries.
         together: rows whose gradients are multiplied at once, 1, 2 or 4.
         programs: enough to keep every multiprocessor busy to the end.
@@ -132,12 +133,14 @@ def plan(
     y, x = votes.lead[1:] if votes.window is not None else (1, 1)
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
     dtype, precision = precision_of(votes.products)
+    low = low_of(votes) if low is None else low
     if precision == "tf32x3" and votes.products == torch.float32 and few_pairs(votes) and not interpreted():
-        precision, wide = "ieee", min(wide, 16)  # not on tensor cores, for which children are multiplied together
+        # not on tensor cores, for which children are multiplied together; and every product is an instruction
+        precision, wide = "ieee", min(wide, 16)
+        low = min(low, max(1, MOST_PRODUCTS // triton.next_power_of_2(size) // triton.next_power_of_2(columns)))
     if together is None:
         together = _together(dtype, precision)
-    low = low_of(votes) if low is None else low
-    block = 8 * low_of(votes) if block is None else block
+    block = 8 * low if block is None else block
     entries = max(8 // low, triton.next_power_of_2(columns))
     padded = triton.next_power_of_2(size)
     children = max(1, min(16 // padded, wide // (entries * low)))
