@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,6 +146,12 @@ def test_killed_at_any_write_the_next_call_goes_on(folder, name, monkeypatch):
     assert line.test_reads == (
         2 if name in ("predictions.safetensors", "test.json") else 1
     )  # a reading cut short counts
+
+
+def test_reading_the_test_set_after_each_epoch_is_counted(folder):
+    data = load("digits")
+    opened = open_run(folder, device="cpu")
+    assert ending.read_test(opened, replace(data, validation=data.test), {"threshold": None})["reads"] == 1 + 3
 
 
 def test_a_results_file_that_cannot_be_written(folder, monkeypatch):

@@ -97,7 +97,8 @@ def read_test(
 ) -> dict[str, Any]:
     """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen.
 
-    A reading that was cut short before its figures were written counts all the same.
+    A reading that was cut short before its figures were written counts all the same, and so does one after each epoch
+    where the test set is what epochs are chosen on.
     """
     folder, recipe = opened.folder, opened.recipe
     epochs = len(next(iter(read_curves(folder / "metrics.csv").values())))
@@ -106,7 +107,7 @@ def read_test(
     write_json(folder / "reading.json", {"begun": begun + 1})
     predictions = look(opened.model, data.test, data, recipe, images)
     found: dict[str, Any] = {
-        "reads": reads + begun,
+        "reads": reads + begun + (epochs if data.validation is data.test else 0),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "epoch": opened.epoch,
         "threshold": validated["threshold"],
