@@ -130,7 +130,7 @@ def test_spread_of_several_labels():
 
 def test_spread_margin():
     assert spread_margin(0) == pytest.approx(0.2 + 0.79 / (1 + math.exp(4)))
-    assert spread_margin(200_000) == pytest.approx(0.2 + 0.79 / 2)
+    assert spread_margin(200_000) == spread_margin(400, every=100) == pytest.approx(0.2 + 0.79 / 2)
     assert spread_margin(700_000) == spread_margin(10**9) == pytest.approx(0.99, abs=1e-4)
     with pytest.raises(ValueError, match="step must not be negative, got -1"):
         spread_margin(-1)

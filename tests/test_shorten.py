@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchcaps.losses import spread_margin
 from torchcaps.recipes import Recipe, find
 from torchcaps.shorten import is_shortened, shortened
 from torchcaps.train.optim import learning_rate
@@ -35,6 +36,15 @@ def test_fewer_images_in_an_epoch_move_what_is_counted_in_steps():
     short = shortened(recipe, 49, 100_000)
     assert (short.epochs, short.samples, short.schedule_args["every"]) == (49, 100_000, 255)
     assert shortened(recipe, 64) == recipe
+
+
+def test_the_margin_at_each_share_of_the_way_is_the_rows():
+    recipe = find("tsai2020_figure4:em-2")
+    short = shortened(recipe, 7)
+    assert (recipe.epochs, recipe.spread_steps, short.spread_steps) == (350, 50_000, 1000)
+    assert spread_margin(7 * STEPS, short.spread_steps) == spread_margin(350 * STEPS, recipe.spread_steps)
+    assert is_shortened(recipe, short.to_dict(), 7)
+    assert not is_shortened(recipe, {**short.to_dict(), "spread_steps": 50_000}, 7)
 
 
 def test_what_is_no_part_of_the_schedule_stays():

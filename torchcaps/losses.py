@@ -81,11 +81,11 @@ def spread_loss(
     return losses.sum(dim=1).mean() if reduction == "sum" else losses.mean()
 
 
-def spread_margin(step: int) -> float:
-    """The margin after `step` updates, from 0.2 to 0.99: 0.2 + 0.79 sigmoid(min(10, step / 50000 - 4))."""
+def spread_margin(step: int, every: int = 50_000) -> float:
+    """The margin after `step` updates, from 0.2 to 0.99: 0.2 + 0.79 sigmoid(min(10, step / every - 4))."""
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
-    return 0.2 + 0.79 / (1 + math.exp(-min(10, step / 50_000 - 4)))
+    return 0.2 + 0.79 / (1 + math.exp(-min(10, step / every - 4)))
 
 
 def reconstruction_loss(

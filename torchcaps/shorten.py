@@ -1,4 +1,4 @@
-"""A recipe in fewer epochs: its learning rate falls as far as in all of them, only sooner.
+"""A recipe in fewer epochs: its learning rate falls as far as in all of them, only sooner, and so for its margin.
 
 >>> shortened(recipes.find("tsai2020_table1:inverted-resnet-cifar10"), 30).schedule_args["milestones"]
 (13, 21)
@@ -12,14 +12,22 @@ from dataclasses import replace
 from operator import eq
 from typing import Any
 
-from torchcaps.recipes import Recipe
+from torchcaps.recipes import DEFAULTS, Recipe
 
-MOVED = ("schedule_args.every", "schedule_args.decay", "schedule_args.milestones", "optimizer_args.decay")
+MOVED = (
+    "schedule_args.every",
+    "schedule_args.decay",
+    "schedule_args.milestones",
+    "optimizer_args.decay",
+    "spread_steps",
+)
 ROUNDING = 5e-4  # of a decay with three or four digits
 
 
 def shortened(recipe: Recipe, epochs: int, samples: int | None = None) -> Recipe:
-    """With milestones, decays and the like moved by the same share; warm-ups and what is a share already stay.
+    """With milestones, decays and the like moved by the same share, the spread loss's margin among them.
+
+    Warm-ups and what is a share already stay.
 
     Args:
         samples: images in an epoch, where they are to be fewer as well.
@@ -41,6 +49,7 @@ def shortened(recipe: Recipe, epochs: int, samples: int | None = None) -> Recipe
         schedule["milestones"] = tuple(max(1, round(share * epoch)) for epoch in schedule["milestones"])
     if optimizer.get("decay"):
         optimizer["decay"] = _rounded(optimizer["decay"] / of_steps)
+    grows = max(1, round(of_steps * recipe.spread_steps)) if recipe.loss == "spread" else recipe.spread_steps
     kept = tuple(epoch for epoch in recipe.keep_epochs if epoch <= epochs)
     return replace(
         recipe,
@@ -48,6 +57,7 @@ def shortened(recipe: Recipe, epochs: int, samples: int | None = None) -> Recipe
         samples=samples or recipe.samples,
         schedule_args=schedule,
         optimizer_args=optimizer,
+        spread_steps=grows,
         keep_epochs=kept,
     )
 
@@ -69,7 +79,7 @@ def is_shortened(recipe: Recipe, ran: Mapping[str, Any], epochs: int, exactly: b
 
 def _at(path: str, recipe: Mapping[str, Any]) -> Any:
     name, _, key = path.partition(".")
-    return recipe.get(name, {}).get(key)
+    return recipe.get(name, {}).get(key) if key else recipe.get(name, DEFAULTS.get(name))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -68,6 +68,7 @@ class Recipe:
     protocol: str | None = None
     loss: str = "margin"
     loss_scale: str = "paper"
+    spread_steps: int = 50_000  # in which the spread loss's margin grows by one unit of its sigmoid
     reconstruction: float = 0.0
     reconstruction_reduction: str = "sum"
     optimizer: str = "adam"
@@ -107,7 +108,7 @@ class Recipe:
             for word in getattr(self, name):
                 if word not in known:
                     raise ValueError(f"{name} has no {word!r}; it takes {', '.join(known)}")
-        for name in ("epochs", "batch_size", "accumulate", "seeds", "samples"):
+        for name in ("epochs", "batch_size", "accumulate", "seeds", "samples", "spread_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("lr", "clip", "clip_value"):

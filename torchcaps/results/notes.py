@@ -44,7 +44,7 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
 
 
 def assumed(recipe: Recipe) -> str:
-    """Fields that the paper leaves open, with the values taken."""
+    """What the paper leaves open: fields with the values taken, and the protocol's own words."""
     values, words = {**recipe.to_dict(), "validation": held_out(recipe)}, []
     for path in recipe.assumed:
         name, _, key = path.partition(".")
@@ -52,16 +52,25 @@ def assumed(recipe: Recipe) -> str:
         if key:
             value = value.get(key, ...) if isinstance(value, dict) else ...
         words.append(path if value is ... else f"{path} = {word(value)}")
-    return "assumed: " + ", ".join(words) if words else ""
+    protocol = protocol_of(recipe)
+    sentences = [", ".join(words)] * bool(words) + list(() if protocol is None else protocol.assumed)
+    return "assumed: " + "; ".join(sentences) if sentences else ""
 
 
 def held_out(recipe: Recipe) -> float | str | None:
     """What is held out of the training images, the protocol's if the recipe leaves it to that; or "test"."""
-    if recipe.validation is not None or recipe.protocol is None:
+    if recipe.validation is not None:
         return recipe.validation
+    protocol = protocol_of(recipe)
+    return None if protocol is None else protocol.validation
+
+
+def protocol_of(recipe: Recipe) -> protocols.Protocol | None:
+    if recipe.protocol is None:
+        return None
     known = protocols.protocol_options(recipe.protocol)
     own = {name: value for name, value in recipe.data_args.items() if name in known}
-    return protocols.find(recipe.protocol, recipe.data, **own).validation
+    return protocols.find(recipe.protocol, recipe.data, **own)
 
 
 def word(value: Any) -> str:

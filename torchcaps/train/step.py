@@ -74,7 +74,7 @@ class Step:
         torch.manual_seed(seed_of(self.seed, step, self.fabric.global_rank))
         set_rates(self.optimizer, self.recipe, step, self.steps_per_epoch)
         if self.recipe.loss == "spread":
-            margin = losses.spread_margin(step)
+            margin = losses.spread_margin(step, self.recipe.spread_steps)
             self.margin = self.margin.fill_(margin) if isinstance(self.margin, Tensor) else margin
         self.set_share(step)
         self.halves.catch_up()
