@@ -366,23 +366,31 @@ def test_autocast(monkeypatch):
 @pytest.mark.parametrize("case", ["batch of 1", "largest poses", "windows"])
 @pytest.mark.parametrize("what", ["agreement", "em"])
 def test_little_shared_memory(what, case, monkeypatch):
-    """Then a program has fewer parents, and where it can have none the formula runs."""
+    """Then a program has fewer parents, down to one."""
     from torchcaps.ops import em_triton, plan_triton
 
     window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
     function = step(window) if what == "agreement" else em(window)
     votes = Votes(inputs[0], inputs[1], window)
-    cut = em_triton._plan if what == "em" else plan_triton.plan
-    most = cut(votes).options["num_warps"]
-    all_warps, each = plan_triton._shared_bytes(votes)
-    monkeypatch.setattr(plan_triton, "room", lambda: all_warps + each)
-    assert plan_triton.why_not(votes) is None
-    assert cut(votes).options["num_warps"] < most
+    plan = em_triton._plan if what == "em" else plan_triton.plan
+    most = plan(votes)
+    monkeypatch.setattr(plan_triton, "room", lambda: most.shared // 3)
+    assert plan(votes).shared <= most.shared // 3
+    assert plan(votes).grid[2] > most.grid[2]
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
-    monkeypatch.setattr(plan_triton, "room", lambda: all_warps + each - 1)
+
+
+def test_too_little_shared_memory(monkeypatch):
+    from torchcaps.ops import plan_triton
+
+    window, (poses, weight, _) = drawn("largest poses")
+    monkeypatch.setattr(plan_triton, "room", lambda: 0)
+    votes = Votes(poses, weight, window)
+    least = plan_triton.plan(votes, stages=3)
+    assert (least.options["num_warps"], least.tile.JL) == (1, 1)
     assert plan_triton.why_not(votes) == (
-        f"a pose of {votes.rows} x {votes.weight.shape[1]} and a vote of {votes.rows} x {votes.weight.shape[3]} numbers"
-        f" take {all_warps + each:,} bytes of shared memory, of which this GPU has {all_warps + each - 1:,}"
+        f"a pose of 1 x 64 and a vote of 1 x 64 numbers take {least.shared:,} bytes of shared memory, "
+        "of which this GPU has 0"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torchcaps.ops.windows import Window
 # a second product for what rounding left over, sums of windows in float32 and full products are cheap.
 FEW_PAIRS = 2**18
 WINDOWS = 16  # in a program, as many as a tensor core takes rows
-MOST_PRODUCTS = 2**12  # in a warp, for a window: each is an instruction where tensor cores are not exact enough
+MOST_PRODUCTS = 2**12  # in a warp, for a window, where tensor cores are not exact enough and each is an instruction
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
 
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
     per_split: int
     grid: tuple[int, int, int]  # blocks of windows, splits of the children, blocks of parents
     options: dict[str, int | bool]
+    shared: int  # bytes of shared memory, or less
 
 
 def interpreted() -> bool:
@@ -41,14 +43,18 @@ def interpreted() -> bool:
 
 def room() -> int:
     """Bytes of shared memory that a program may have: 227 KiB on an H100, 99 on most other GPUs of today."""
-    if not torch.cuda.is_available():
-        return sys.maxsize
-    return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 48 * 1024)
+    return _gpu(torch.cuda.current_device())[0] if torch.cuda.is_available() else sys.maxsize
 
 
-def _before_hopper() -> bool:
+def before_hopper() -> bool:
     """Where gradients go through shared memory before they are rounded."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
+    return torch.cuda.is_available() and _gpu(torch.cuda.current_device())[1] < 9
+
+
+@cache
+def _gpu(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return getattr(properties, "shared_memory_per_block_optin", 48 * 1024), properties.major
 
 
 def why_not(votes: Votes) -> str | None:
@@ -61,8 +67,10 @@ def why_not(votes: Votes) -> str | None:
     numbers = f"a pose of {votes.rows} x {size} and a vote of {votes.rows} x {columns} numbers"
     if size > 64 or columns > 64 or votes.dim > 128:
         return f"{numbers} take too many registers"
-    if (needed := sum(_shared_bytes(votes))) > room():
-        return f"{numbers} take {needed:,} bytes of shared memory, of which this GPU has {room():,}"
+    if votes.rows * size * columns > MOST_PRODUCTS and few_exact(votes):
+        return f"few exact products of {numbers} take longer to compile than to compute"
+    if size * columns > 256 and (least := plan(votes, stages=3).shared) > room():
+        return f"{numbers} take {least:,} bytes of shared memory, of which this GPU has {room():,}"
     return None
 
 
@@ -74,35 +82,40 @@ def precision_of(dtype: torch.dtype) -> tuple[tl.dtype, str]:
     return tl.float32, "tf32x3" if exact else "tf32"
 
 
-def _shared_bytes(votes: Votes, low: int | None = None, stages: int = 2, packed: bool = False) -> tuple[int, int]:
-    """How much shared memory a program takes at most, and how much more for each warp.
-
-    A warp has the weights of its parents there as they are read, ahead of time, and as a product takes them, and the
-    gradients of its votes; all warps have the poses, before and after rounding. Less is taken where memory is reused.
-    """
-    dtype, precision = precision_of(votes.products)
-    item = 2 if dtype == tl.bfloat16 else 4
-    _, size, _, columns = votes.weight.shape
-    low = low_of(votes) if low is None else low
-    depth = max(16, triton.next_power_of_2(size))
-    width = max(64, low * triton.next_power_of_2(columns))  # with several children where columns are few
-    read = item if packed else votes.weight.element_size()
-    weights = depth * width * ((stages - 1) * read + item)
-    gradients = WINDOWS * width * (4 if _before_hopper() else item) * math.gcd(votes.rows, _together(dtype, precision))
-    return 2 * WINDOWS * depth * 4 * votes.rows + 1024, weights + gradients
-
-
 def low_of(votes: Votes) -> int:
     """Parents in a warp; fewer where votes are large."""
     return 2 if votes.rows * triton.next_power_of_2(votes.weight.shape[3]) > 32 else 4
 
 
-def _together(dtype: tl.dtype, precision: str) -> int:
-    return 4 if dtype == tl.bfloat16 else 2 if precision == "tf32" else 1
-
-
 def few_pairs(votes: Votes) -> bool:
     return math.prod(votes.lead) * votes.in_caps * votes.parents < FEW_PAIRS
+
+
+def few_exact(votes: Votes) -> bool:
+    """Whether products are not on tensor cores, of which three in TF32 are a little less exact."""
+    exact = votes.products == torch.float32 and precision_of(votes.products)[1] == "tf32x3"
+    return exact and few_pairs(votes) and not interpreted()
+
+
+def shared_bytes(tile: Tile, stages: int, read: int) -> int:
+    """Shared memory that a program takes at most, as compiled for GPUs from the A100 on; less where it is reused.
+
+    A warp has the weights of its parents there, as they are read ahead of time and as a product takes them, and the
+    gradients of its votes where products are rounded or not on tensor cores; all warps together have the poses.
+
+    Args:
+        tile: of plain numbers.
+        read: bytes of a weight in memory.
+    """
+    item = 2 if tl.bfloat16 == tile.DT else 4
+    depth, width = tile.C * tile.AP, max(64, tile.C * tile.EH * tile.JL * tile.EL)  # as if for any `wide`
+    poses = WINDOWS * depth * 4 * tile.M
+    each = depth * width * ((stages - 1) * read + item * (2 if tile.PRECISION == "tf32x3" else 1))
+    if item == 2 or tile.PRECISION != "tf32":
+        each += WINDOWS * width * (4 if before_hopper() else item) * tile.G
+    if tile.PRECISION == "ieee":
+        each += poses
+    return 2 * poses + 1024 + tile.JB * each
 
 
 def plan(
@@ -133,43 +146,47 @@ def plan(
     y, x = votes.lead[1:] if votes.window is not None else (1, 1)
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
     dtype, precision = precision_of(votes.products)
-    low = low_of(votes) if low is None else low
-    if precision == "tf32x3" and votes.products == torch.float32 and few_pairs(votes) and not interpreted():
-        # not on tensor cores, for which children are multiplied together; and every product is an instruction
-        precision, wide = "ieee", min(wide, 16)
-        low = min(low, max(1, MOST_PRODUCTS // triton.next_power_of_2(size) // triton.next_power_of_2(columns)))
-    if together is None:
-        together = _together(dtype, precision)
-    block = 8 * low if block is None else block
-    entries = max(8 // low, triton.next_power_of_2(columns))
     padded = triton.next_power_of_2(size)
-    children = max(1, min(16 // padded, wide // (entries * low)))
+    low = low_of(votes) if low is None else low
+    if few_exact(votes):  # there children are not multiplied together
+        precision, wide = "ieee", min(wide, 16)
+        low = min(low, max(1, MOST_PRODUCTS // (votes.rows * padded * triton.next_power_of_2(columns))))
+    if together is None:
+        together = 4 if dtype == tl.bfloat16 else 2 if precision == "tf32" else 1
+    block = 8 * low if block is None else block
     high = max(1, min(block, triton.next_power_of_2(parents)) // low)
-    all_warps, each_warp = _shared_bytes(votes, low, stages, packed)
-    while high > 1 and all_warps + high * each_warp > room():
-        high //= 2
-    n = math.prod(votes.lead)
-    tile = Tile(
-        M=votes.rows,
-        A=size,
-        AP=max(padded, 16 // children),
-        E=columns,
-        EH=entries * low // 8,
-        EL=8 // low,
-        JB=high,
-        JL=low,
-        C=children,
-        BN=WINDOWS,
-        G=math.gcd(votes.rows, together),
-        KS=window.kernel_size,
-        SCRAMBLED=window.scrambled,
-        SHARING=votes.sharing,
-        OFFSET=votes.offset is not None,
-        DT=dtype,
-        PRECISION=precision,
-        SPLIT=votes.products == torch.bfloat16 and few_pairs(votes),
-        PACKED=packed,
-    )
+
+    def cut(high: int, low: int) -> Tile:
+        entries = max(8 // low, triton.next_power_of_2(columns))
+        children = max(1, min(16 // padded, wide // (entries * low)))
+        return Tile(
+            M=votes.rows,
+            A=size,
+            AP=max(padded, 16 // children),
+            E=columns,
+            EH=entries * low // 8,
+            EL=8 // low,
+            JB=high,
+            JL=low,
+            C=children,
+            BN=WINDOWS,
+            G=math.gcd(votes.rows, together),
+            KS=window.kernel_size,
+            SCRAMBLED=window.scrambled,
+            SHARING=votes.sharing,
+            OFFSET=votes.offset is not None,
+            DT=dtype,
+            PRECISION=precision,
+            SPLIT=votes.products == torch.bfloat16 and few_pairs(votes),
+            PACKED=packed,
+        )
+
+    read = (2 if dtype == tl.bfloat16 else 4) if packed else votes.weight.element_size()
+    tile = cut(high, low)
+    while (shared := shared_bytes(tile, stages, read)) > room() and high * low > 1:
+        high, low = (high // 2, low) if high > 1 else (1, low // 2)
+        tile = cut(high, low)
+    n, children = math.prod(votes.lead), tile.C
     over_windows, over_parents = triton.cdiv(n, tile.BN), triton.cdiv(parents, high * low)
     splits = max(1, min(triton.cdiv(programs, over_windows * over_parents), triton.cdiv(votes.in_caps, 8 * children)))
     per_split = triton.cdiv(triton.cdiv(votes.in_caps, splits), children) * children
@@ -180,6 +197,7 @@ def plan(
         (over_windows, triton.cdiv(votes.in_caps, per_split), over_parents),
         {"num_warps": high, "num_stages": stages, "enable_fp_fusion": True}
         | ({} if registers is None else {"maxnreg": registers}),
+        shared,
     )
 
 
