@@ -114,6 +114,18 @@ def test_weights_may_change_in_place_but_not_move(fake):
     assert len(fake) == 3
 
 
+def test_a_module_may_be_replaced(fake):
+    net, other, images = network(**SMALL), network(**SMALL), torch.rand(1, 1, 20, 20)
+    answer = Inference(net)
+    answer(images)
+    with torch.no_grad():
+        for parameter in other.primary.parameters():
+            parameter.mul_(1.5)
+    net.primary = other.primary
+    same(answer(images), net(images))
+    assert len(fake) == 2
+
+
 def test_hooks_are_called(fake):
     net, seen = network(**SMALL), []
     net.primary.register_forward_hook(lambda *_: seen.append(1))

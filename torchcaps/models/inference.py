@@ -21,7 +21,7 @@ from torchcaps.ops.stream import own_stream
 from torchcaps.types import Output
 
 T = TypeVar("T")
-Weights: TypeAlias = list[tuple[Mapping[str, Any], str]]  # where modules hold them, who may put others there
+Held: TypeAlias = list[tuple[Mapping[str, Any], str]]  # weights and modules, where others may be put in their place
 WARM_UP = 3  # calls before a recording, which load libraries and choose algorithms
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class Inference:
             raise ValueError(f"sizes must be at least 1, got {sizes}")
         self.network, self.sizes = network, sizes
         self._recordings: OrderedDict[Any, Recording | None] = OrderedDict()
-        self._weights: Weights = []
+        self._held: Held = []
+        self._modules: list[nn.Module] = []  # kept, so that no other has their places
         self._places: list[int] = []
         self._lock = Lock()  # a recording has one place for its images
 
@@ -61,11 +62,12 @@ class Inference:
         return self.network(images)  # type: ignore[no-any-return]
 
     def _find(self, images: Tensor) -> Recording | None:
-        if not self._weights or self._places != _places(self._weights):
+        if not self._held or self._places != _places(self._held):
             self._forget(len(self._recordings), images.device)
-            held = [holder for m in self.network.modules() for holder in (m._parameters, m._buffers)]
-            self._weights = [(holder, name) for holder in held for name in holder]
-            self._places = _places(self._weights)
+            self._modules = list(self.network.modules())
+            holders = [holder for m in self._modules for holder in (m._parameters, m._buffers, m._modules)]
+            self._held = [(holder, name) for holder in holders for name in holder]
+            self._places = _places(self._held)
         key = _circumstances(images)
         if key not in self._recordings:
             self._forget(len(self._recordings) + 1 - self.sizes, images.device)
@@ -120,8 +122,9 @@ def _recordable(images: Tensor) -> bool:
     return isinstance(images, Tensor) and images.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def _places(weights: Weights) -> list[int]:
-    return [0 if (weight := holder[name]) is None else weight.data_ptr() for holder, name in weights]
+def _places(held: Held) -> list[int]:
+    there = (holder.get(name) for holder, name in held)
+    return [x.data_ptr() if isinstance(x, Tensor) else id(x) for x in there]
 
 
 def _circumstances(images: Tensor) -> tuple[Any, ...]:
