@@ -201,7 +201,7 @@ def override(options: dict[str, Any]) -> Callable[[], None]:
 
     before = em_triton._plan
     agreement_triton.plan = functools.partial(plan_triton.plan, **options)
-    em_triton._plan = lambda votes: plan_triton.plan(votes, **{"low": 2, "block": 8, "packed": True} | options)
+    em_triton._plan = functools.partial(before, **options)
 
     def back() -> None:
         agreement_triton.plan, em_triton._plan = plan_triton.plan, before

@@ -366,7 +366,7 @@ def test_autocast(monkeypatch):
 @pytest.mark.parametrize("case", ["batch of 1", "largest poses", "windows"])
 @pytest.mark.parametrize("what", ["agreement", "em"])
 def test_little_shared_memory(what, case, monkeypatch):
-    """Then a program has fewer parents, down to one."""
+    """Then a program has fewer parents."""
     from torchcaps.ops import em_triton, plan_triton
 
     window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
@@ -374,8 +374,8 @@ def test_little_shared_memory(what, case, monkeypatch):
     votes = Votes(inputs[0], inputs[1], window)
     plan = em_triton._plan if what == "em" else plan_triton.plan
     most = plan(votes)
-    monkeypatch.setattr(plan_triton, "room", lambda: most.shared // 3)
-    assert plan(votes).shared <= most.shared // 3
+    monkeypatch.setattr(plan_triton, "room", lambda: most.shared - 1)
+    assert plan(votes).shared < most.shared
     assert plan(votes).grid[2] > most.grid[2]
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 

@@ -274,11 +274,11 @@ def _like(grads: list[Tensor | None], inputs: list[tuple[torch.dtype, torch.Size
     return *(None if x is None or like is None else x.to(like[0]).reshape(like[1]) for x, like in pairs), *[None] * 5
 
 
-def _plan(votes: Votes, wide: int = 64) -> Plan:
+def _plan(votes: Votes, **options: Any) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
     packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
     stages = 3 if votes.products == torch.bfloat16 else 2
-    return plan(votes, low=low_of(votes) // 2, block=8, wide=wide, packed=packed, stages=stages)
+    return plan(votes, **{"low": low_of(votes) // 2, "block": 8, "packed": packed, "stages": stages} | options)
 
 
 def _strict(votes: Votes, tile: Tile) -> Tile:
