@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 pytest.importorskip("triton.runtime._async_compile")
 pytestmark = [
     pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
 ]
 DEVICES = itertools.count(1000)  # one for each test, so that none finds another's kernels
