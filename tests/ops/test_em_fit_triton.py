@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.fused.conftest import unwritten_is_nan  # noqa: F401
 from tests.helpers import assert_as_accurate, outputs_and_gradients
 from torchcaps.ops import Votes, Window, backend
 from torchcaps.routing.em import em_routing, parent_logits
@@ -21,17 +22,6 @@ pytestmark = [
 ]
 DEVICE = "cuda" if CUDA else "cpu"
 TEMPERATURE, FLOOR = 0.3, 5e-4
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch):
-    empty = torch.empty
-
-    def poisoned(*args, **options):
-        x = empty(*args, **options)
-        return x.detach().fill_(torch.nan).requires_grad_(x.requires_grad) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def moments_of(splits, n, j, d, masses=None):

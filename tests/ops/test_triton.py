@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.fused.conftest import unwritten_is_nan  # noqa: F401
 from tests.fused.kernels import DEVICE, OPT_IN, on
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients
 from torchcaps.ops import Votes, Window, agreement_step, backend, em_step, gaussian_fit
@@ -19,17 +20,6 @@ from torchcaps.routing.inverted_attention import inverted_attention
 from torchcaps.routing.self_attention import self_attention_routing
 
 pytestmark = OPT_IN
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch):
-    empty = torch.empty
-
-    def poisoned(*args, **options):
-        x = empty(*args, **options)
-        return x.detach().fill_(torch.nan).requires_grad_(x.requires_grad) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 SIZES = {  # poses, weight [g, a, j, e], window
