@@ -12,7 +12,7 @@ import torch
 
 from tests.fused.conftest import unwritten_is_nan  # noqa: F401
 from tests.fused.kernels import DEVICE, OPT_IN, on
-from tests.helpers import assert_as_accurate, assert_equal_with_gradients
+from tests.helpers import assert_as_accurate, assert_equal_with_gradients, outputs_and_gradients
 from torchcaps.ops import Votes, Window, agreement_step, backend, em_step, gaussian_fit
 from torchcaps.routing.dynamic import dynamic_routing
 from torchcaps.routing.em import em_routing
@@ -305,13 +305,43 @@ def test_routings(name, dtype, monkeypatch):
 
 @pytest.mark.parametrize("what", ["agreement", "em"])
 def test_atomic_weight_gradients(what, monkeypatch):
-    from torchcaps.ops import agreement_triton, em_triton
+    from torchcaps.ops import plan_triton
 
-    for module in (agreement_triton, em_triton):
-        monkeypatch.setattr(module, "PARTIAL_BYTES", 0)
+    monkeypatch.setattr(plan_triton, "PARTIAL_BYTES", 0)
     window, inputs = drawn("matrices") if what == "agreement" else em_inputs("matrices")
     function = step(window) if what == "agreement" else em(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """Memory is not filled by PyTorch then: NaN is in it already."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("what", ["agreement", "em", "em, first"])
+def test_gradients_in_parts(what, deterministic, monkeypatch):
+    """Of poses for each block of parents, and of weights for each of windows, however much memory that takes."""
+    from torchcaps.ops import plan_triton
+
+    monkeypatch.setattr(plan_triton, "PARTIAL_BYTES", 0)
+    window, inputs = drawn("many parents") if what == "agreement" else em_inputs("many parents")
+    inputs = inputs[: 3 if what == "em, first" else None]
+    function = step(window) if what == "agreement" else em(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+    first, *others = (outputs_and_gradients(fused(function, monkeypatch), inputs) for _ in range(4))
+    for again in others:
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_shared_weights_are_not_added_up_if_that_should_be_deterministic(deterministic):
+    from torchcaps.ops.plan_triton import why_not
+
+    votes = Votes(torch.randn(2, 15, 4, device=DEVICE), torch.randn(5, 2, 3, 2, device=DEVICE))
+    assert "no fixed order" in why_not(votes)
 
 
 @pytest.mark.parametrize("case", ["matrices", "windows"])
@@ -329,13 +359,15 @@ def test_gradients_of_four_rows_at_once(what, case, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"low": 1}, {"wide": 16}, {"low": 1, "wide": 16}])
 @pytest.mark.parametrize("case", ["matrices", "largest poses", "windows"])
-def test_few_parents_or_one_child_in_a_warp(case, options, monkeypatch):
+@pytest.mark.parametrize("what", ["agreement", "em"])
+def test_few_parents_or_one_child_in_a_warp(what, case, options, monkeypatch):
     """As on a GPU with few exact products."""
-    from torchcaps.ops import agreement_triton
+    from torchcaps.ops import agreement_triton, em_triton
 
     monkeypatch.setattr(agreement_triton, "plan", partial(agreement_triton.plan, **options))
-    window, inputs = drawn(case)
-    function = step(window)
+    monkeypatch.setattr(em_triton, "_plan", partial(em_triton._plan, **options))
+    window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
+    function = step(window) if what == "agreement" else em(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchcaps.ops.plan_triton import PARTIAL_BYTES, few_pairs, interpreted, or_, plan, summed
+from torchcaps.ops.plan_triton import few_pairs, interpreted, or_, plan, pose_sum, summed, weight_sum
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient
 from torchcaps.ops.votes_triton import (
@@ -110,16 +110,17 @@ def agreement_forward(
 def agreement_backward(
     poses, weight, offset, parents, logits, prior, tops, sums, delta, d_mixture, d_poses, d_weight, d_offset,
     d_parents, d_logits, d_prior, scale, nothing, per_split, S, T: tl.constexpr, LOGITS: tl.constexpr,
-    PRIOR: tl.constexpr, CONSTANT: tl.constexpr, PASS: tl.constexpr, ATOMIC: tl.constexpr,
+    PRIOR: tl.constexpr, CONSTANT: tl.constexpr, PASS: tl.constexpr, ATOMIC: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
     """Makes the votes again. With CONSTANT, agreements pass no gradient on to votes and parents."""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
-    block = tl.program_id(2).to(tl.int64)
-    d_poses += block * S.N * S.I * (T.M * T.A)
-    if PASS == GATHER:
-        delta += block * S.N * S.I
+    if not ATOMIC_POSES:
+        block = tl.program_id(2).to(tl.int64)
+        d_poses += block * S.N * S.I * (T.M * T.A)
+        if PASS == GATHER:
+            delta += block * S.N * S.I
     if not ATOMIC:
         slot = tl.program_id(0).to(tl.int64)
         pairs = slot * S.I * S.J
@@ -147,7 +148,7 @@ def agreement_backward(
         else:
             mean = over_parents(coupling * d_coupling)
             if PASS == GATHER:
-                tl.store(delta + at, mean, mask=there)
+                add_up(delta + at, mean, there, ATOMIC_POSES)
         if PASS != GATHER:
             d_agreement = coupling * (d_coupling - to_parents(mean))
             pair, there, _ = pairs_at(i, j, S, T)
@@ -168,7 +169,7 @@ def agreement_backward(
                         new = new + (d_above[m] + tl.sum(to_entries(d_agreement) * votes, 2),)
                         grad += to_entries(d_agreement) * above[m]
                     grads = grads + (grad,)
-                d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, first, S, T, ATOMIC)
+                d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, first, S, T, ATOMIC, ATOMIC_POSES)
             store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
             if not CONSTANT:
                 d_above = new
@@ -230,10 +231,10 @@ class _Agreement(torch.autograd.Function):
         if blocks > 1:
             block_tops, block_sums = new(blocks + options.leak, n, i), new(blocks + options.leak, n, i)
             block_tops[blocks:], block_sums[blocks:] = 0, 1
-            run(block_tops, block_sums, 1)
+            run(block_tops, block_sums, GATHER.value)
             tops = block_tops.amax(0)
             sums = (block_sums * (block_tops - tops).exp()).sum(0)
-        run(tops, sums, 2 if blocks > 1 else 0)
+        run(tops, sums, (GIVEN if blocks > 1 else WHOLE).value)
         ctx.save_for_backward(poses, weight, offset, parents, logits, prior, tops, sums)
         return summed(mixture).unflatten(0, votes.lead)
 
@@ -247,15 +248,13 @@ class _Agreement(torch.autograd.Function):
         d_mixture = d_mixture.reshape(n, j, votes.dim).contiguous()
         blocks = cut.grid[2]
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
-        atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
-        copies = 1 if atomic else cut.grid[0]
-        new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
+        over_parents, over_windows = pose_sum(blocks, poses.device), weight_sum(votes, cut)
         wide = blocks > 1 or few_pairs(votes) or interpreted()  # which does not round to bfloat16, it cuts off
-        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if wide else poses.dtype)
-        d_weight = new_sum(copies, *weight.shape)
-        d_offset = None if offset is None else new_sum(copies, *offset.shape)
-        d_logits = None if logits is None else new_sum(copies, i, j)
-        d_prior = None if prior is None else new_sum(copies, i, j)
+        d_poses = over_parents.new(n, i, poses.shape[2], dtype=torch.float32 if wide else poses.dtype)
+        d_weight = over_windows.new(*weight.shape)
+        d_offset = None if offset is None else over_windows.new(*offset.shape)
+        d_logits = None if logits is None else over_windows.new(i, j)
+        d_prior = None if prior is None else over_windows.new(i, j)
         d_parents = new(cut.grid[1], n, j, votes.dim)
 
         def run(delta: Tensor, which: int) -> None:
@@ -263,15 +262,16 @@ class _Agreement(torch.autograd.Function):
                 poses, weight, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, delta,
                 d_mixture, d_poses, d_weight, or_(d_offset, sums), d_parents, or_(d_logits, sums), or_(d_prior, sums),
                 ctx.options.scale, 0.0, cut.per_split, cut.space, cut.tile,
-                logits is not None, prior is not None, ctx.options.constant, which, atomic, **cut.options,
+                logits is not None, prior is not None, ctx.options.constant, which,
+                over_windows.atomic, over_parents.atomic, **cut.options,
             )  # fmt: skip
 
         delta = sums
         if blocks > 1:
-            delta = new(blocks, n, i)
-            run(delta, 1)
-            delta = delta.sum(0)
-        run(delta, 2 if blocks > 1 else 0)
+            delta = over_parents.new(n, i)
+            run(delta, GATHER.value)
+            delta = summed(delta)
+        run(delta, (GIVEN if blocks > 1 else WHOLE).value)
         d_above = None if ctx.options.constant else summed(d_parents).unflatten(0, votes.lead)
         d_children = fold_windows(d_poses, poses, cut, ctx.window)
         grads = (

@@ -20,7 +20,7 @@ from torchcaps.ops.em_forward_triton import (
     pairs_of,
     times,
 )
-from torchcaps.ops.votes_backward_triton import hand_down, no_weight_gradient, store_weight_gradient
+from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient
 from torchcaps.ops.votes_triton import (
     children_of,
     load_children,
@@ -40,13 +40,14 @@ from torchcaps.ops.votes_triton import (
 @triton.jit
 def em_backward_gather(
     poses, weight, offset, centre, precision, score, log_total, d_mass, d_first, d_second, d_gates, per_split, S,
-    T: tl.constexpr,
+    T: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
-    """For each child, the gradient of its gate from a block of parents. Shapes: d_gates [blocks, n, i]"""
+    """For each child, the gradient of its gate from a block of parents. Shapes: d_gates [blocks or 1, n, i]"""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
-    d_gates += tl.program_id(2).to(tl.int64) * S.N * S.I
+    if not ATOMIC_POSES:
+        d_gates += tl.program_id(2).to(tl.int64) * S.N * S.I
     middle, sharp = load_centre(centre, n, j, S, T), load_rows(precision, n, j, S, T)
     d_once, d_twice = load_rows(d_first, n, j, S, T), load_rows(d_second, n, j, S, T)
     known, d_zeroth = load_parents(score, n, j, float("-inf"), S, T), load_parents(d_mass, n, j, 0.0, S, T)
@@ -61,7 +62,7 @@ def em_backward_gather(
         d_share = over_entries(slopes) + d_zeroth
         coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
         at, there = children_of(n, i, S, T)
-        tl.store(d_gates + at, over_parents(coupling * d_share), mask=there)
+        add_up(d_gates + at, over_parents(coupling * d_share), there, ATOMIC_POSES)
 
 
 @launched
@@ -69,14 +70,15 @@ def em_backward_gather(
 def em_backward(
     poses, weight, offset, gates, centre, precision, score, log_total, total, d_mass, d_first, d_second, d_poses,
     d_weight, d_offset, d_gates, d_mean, d_precision, d_score, nothing, per_split, S, T: tl.constexpr,
-    KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr,
+    KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
     """Makes the votes again. A log density's gradient weights votes and squares, summed in d_mean and d_precision."""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
     block = tl.program_id(2).to(tl.int64)
-    d_poses += block * S.N * S.I * (T.M * T.A)
+    if not ATOMIC_POSES:
+        d_poses += block * S.N * S.I * (T.M * T.A)
     if not ATOMIC:
         pairs = tl.program_id(0).to(tl.int64) * S.I * S.J
         d_weight += pairs * (T.A * T.E)
@@ -137,7 +139,7 @@ def em_backward(
                 else:
                     slopes += x * slope
                 grads = grads + (grad,)
-            d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, unknown(top), S, T, ATOMIC)
+            d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, unknown(top), S, T, ATOMIC, ATOMIC_POSES)
         store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
         if KIND == FITTED:
             once, twice = new_once, new_twice
@@ -148,9 +150,11 @@ def em_backward(
             if KIND == GIVEN:
                 tl.store(d_gates + pair, d_share, mask=paired)
             else:
-                warp = (block * T.JB + tl.arange(0, T.JB))[:, None, None] * S.N * S.I
                 at, there = children_of(n, i, S, T)
-                tl.store(d_gates + warp + at[None], tl.sum(d_share, 3), mask=there[None])
+                at = at[None] + tl.zeros((T.JB, 1, 1), dtype=tl.int64)
+                if not ATOMIC_POSES:
+                    at += (block * T.JB + tl.arange(0, T.JB))[:, None, None] * S.N * S.I
+                add_up(d_gates + at, tl.sum(d_share, 3), there[None], ATOMIC_POSES)
     if KIND == FITTED:
         moved = ()
         for m in tl.static_range(T.M):

@@ -25,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcaps.ops.ahead_triton import launched
-from torchcaps.ops.plan_triton import Plan, few_pairs, interpreted, precision_of, room
+from torchcaps.ops.plan_triton import Plan, few_pairs, interpreted, pose_sum, precision_of, room
 from torchcaps.ops.votes import Votes
+from torchcaps.ops.votes_backward_triton import add_up
 from torchcaps.ops.votes_triton import Tile, children_at, children_of, rounded
 
 LARGEST = 4  # numbers in a row of a pose
@@ -150,17 +151,18 @@ def first_pairs(weight, rows, pairs, S, T: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def first_children(
     poses, rows, pairs, gates, terms, level, d_poses, d_gates, per_split, S, T: tl.constexpr, MP: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of poses and shares from a block of columns. Shapes: [blocks, n, i, p], [blocks, n, i]"""
+    """Gradients of poses and shares from a block of columns. Shapes: [blocks or 1, n, i, p], [blocks or 1, n, i]"""
     row = tl.arange(0, T.BN * MP)
     n, m = tl.program_id(0) * T.BN + row // MP, row % MP
     split = tl.program_id(1)
     block = tl.program_id(2)
     k = block * K + tl.arange(0, K)
     columns = S.J * T.E
-    d_poses += block.to(tl.int64) * S.N * S.I * (T.M * T.A)
-    d_gates += block.to(tl.int64) * S.N * S.I
+    if not ATOMIC_POSES:
+        d_poses += block.to(tl.int64) * S.N * S.I * (T.M * T.A)
+        d_gates += block.to(tl.int64) * S.N * S.I
     curve, upper, lower = load_terms(terms, n, m, k, S, T)
     whole = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     common = tl.where(block == 0, tl.load(level + whole, mask=whole < S.N, other=0.0), 0.0)[:, None]
@@ -186,10 +188,10 @@ def first_children(
         at = (n.to(tl.int64)[:, None] * S.I + child[None, :]) * (T.M * T.A) + (m[:, None] * T.A + a[None, :])
         there = ((n < S.N) & (m < T.M))[:, None] & ((child < S.I) & (a < T.A))[None, :]
         grad = tl.reshape(g * (slope + 2 * bend), (T.BN * MP, T.C * T.AP))
-        tl.store(d_poses + at, grad.to(d_poses.dtype.element_ty), mask=there)
+        add_up(d_poses + at, grad.to(d_poses.dtype.element_ty), there, ATOMIC_POSES)
         gain = tl.sum(tl.reshape(tl.sum(p * (slope + bend), 2), (T.BN, MP, T.C)), 1)
         at, there = children_of(whole, i, S, T)
-        tl.store(d_gates + at, gain + common, mask=there)
+        add_up(d_gates + at, gain + common, there, ATOMIC_POSES)
 
 
 @launched
@@ -268,11 +270,13 @@ def first_gradients(
 
     over_windows = triton.cdiv(n, windows)
     per_split = children * _split(triton.cdiv(i, children), over_windows * blocks)
-    d_poses = new(blocks, n, i, votes.child_dim, dtype=dtype if blocks == 1 else torch.float32)
-    d_gates = new(blocks, n, i)
+    over_parents = pose_sum(blocks, gates.device)
+    d_poses = over_parents.new(n, i, votes.child_dim, dtype=dtype if blocks == 1 else torch.float32)
+    d_gates = over_parents.new(n, i)
     first_children[(over_windows, triton.cdiv(i, per_split), blocks)](
-        votes.poses, rows, pairs, gates, terms, level, d_poses, d_gates, per_split, plan.space, tile, m, wide, **options
-    )
+        votes.poses, rows, pairs, gates, terms, level, d_poses, d_gates, per_split, plan.space, tile, m, wide,
+        over_parents.atomic, **options,
+    )  # fmt: skip
 
     windows, children, tile = _cut(plan, m, a, ROWS[1], ENTRIES[1])
     over_children = triton.cdiv(i, children)

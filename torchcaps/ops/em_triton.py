@@ -22,7 +22,7 @@ from torchcaps.ops.ahead_triton import rehearsed
 from torchcaps.ops.em_backward_triton import em_backward, em_backward_gather
 from torchcaps.ops.em_first_triton import first_gradients, without_votes
 from torchcaps.ops.em_fit_triton import fitted
-from torchcaps.ops.em_forward_triton import em_forward, em_gather
+from torchcaps.ops.em_forward_triton import EVEN, FITTED, GIVEN, em_forward, em_gather
 from torchcaps.ops.plan_triton import (
     PARTIAL_BYTES,
     Plan,
@@ -32,8 +32,10 @@ from torchcaps.ops.plan_triton import (
     or_,
     pack_weight,
     plan,
+    pose_sum,
     precision_of,
     summed,
+    weight_sum,
 )
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_triton import Tile
@@ -47,13 +49,13 @@ NARROW = 168  # registers of a thread with which a multiprocessor has room for t
 def fused_fit(votes: Votes, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `gaussian_fit`. Shapes: weights [..., i, j] -> [..., j], [..., j, d], [..., j, d]"""
     centre = _near_the_mean(votes)
-    return _fit(votes, _moments(votes, weights, centre, 1), centre)
+    return _fit(votes, _moments(votes, weights, centre, GIVEN.value), centre)
 
 
 def fused_mixture(votes: Votes, coupling: Tensor) -> Tensor:
     """As `Votes.mixture`. Shapes: coupling [..., i, j] -> [..., j, d]"""
     centre = torch.zeros(*votes.lead, votes.parents, votes.dim, device=votes.device)
-    return summed(_moments(votes, coupling, centre, 1, squares=False)[1]).unflatten(0, votes.lead)
+    return summed(_moments(votes, coupling, centre, GIVEN.value, squares=False)[1]).unflatten(0, votes.lead)
 
 
 def fused_em_step(
@@ -102,9 +104,9 @@ def _step(
         activations = torch.ones(*votes.lead, votes.in_caps, device=votes.device)
     if parents is None or (votes.parents == 1 and competing is None):  # a lone parent is responsible for every vote
         centre = _near_the_mean(votes)
-        return _moments(votes, activations, centre, 0, competing=competing), centre
+        return _moments(votes, activations, centre, EVEN.value, competing=competing), centre
     mean, precision, score = parents
-    return _moments(votes, activations, mean, 2, precision, score, competing), mean.detach()
+    return _moments(votes, activations, mean, FITTED.value, precision, score, competing), mean.detach()
 
 
 def _near_the_mean(votes: Votes) -> Tensor:
@@ -177,7 +179,7 @@ class _Moments(torch.autograd.Function):
             None if x is None else x.float().contiguous() for x in (offset, gates, centre, precision, score)
         )
         votes = Votes(poses, weight, window, offset, products)
-        if kind == 1:
+        if kind == GIVEN.value:
             gates = gates.expand(*votes.lead, -1, -1).contiguous()
         cut = _plan(votes)
         packed = pack_weight(weight, cut) if cut.tile.PACKED else weight
@@ -185,9 +187,9 @@ class _Moments(torch.autograd.Function):
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
         splits, blocks = cut.grid[1:]
         log_total = None
-        if kind == 0:
+        if kind == EVEN.value:
             gates = shared_evenly(gates.view(1, n, i), cut, competing)
-        if kind == 2:
+        if kind == FITTED.value:
             gathered = new(blocks, n, i)
             em_gather[cut.grid](
                 poses, packed, or_(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
@@ -199,7 +201,7 @@ class _Moments(torch.autograd.Function):
         em_forward[cut.grid](
             poses, packed, or_(offset, gates), gates, centre, or_(precision, gates), or_(score, gates),
             or_(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, _strict(votes, cut.tile), kind,
-            squares, **(_narrow(votes, cut) if kind == 2 else cut.options),
+            squares, **(_narrow(votes, cut) if kind == FITTED.value else cut.options),
         )  # fmt: skip
         ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
         return (mass, first, second) if squares else (None, first, None)
@@ -215,45 +217,44 @@ class _Moments(torch.autograd.Function):
         d_first = d_first[0].contiguous()
         d_mass, d_second = (d_first if x is None else x[0].contiguous() for x in (d_mass, d_second))
         pose_dtype = torch.float32 if few_pairs(votes) or interpreted() else ctx.inputs[0][0]  # it cuts bfloat16 off
-        if ctx.kind == 0 and ctx.squares and without_votes(votes):
+        if ctx.kind == EVEN.value and ctx.squares and without_votes(votes):
             moments = (d_mass, d_first, d_second)
             d_poses, d_weight, d_gates = first_gradients(votes, cut, gates, centre, moments, pose_dtype)
             d_gates = shared_evenly(d_gates, cut, ctx.competing)
             grads = [fold_windows(d_poses, poses, cut, ctx.window), summed(d_weight), None, d_gates, *[None] * 3]
             return _like(grads, ctx.inputs)
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
-        atomic = votes.sharing > 1 or cut.grid[0] * weight.numel() * 4 > PARTIAL_BYTES
-        copies = 1 if atomic else cut.grid[0]
-        new_sum = partial(torch.zeros if atomic else torch.empty, dtype=torch.float32, device=poses.device)
-        d_poses = new(blocks, n, i, poses.shape[2], dtype=torch.float32 if blocks > 1 else pose_dtype)
-        d_weight = new_sum(copies, *weight.shape)
-        d_offset = None if offset is None else new_sum(copies, *offset.shape)
+        over_parents, over_windows = pose_sum(blocks, poses.device), weight_sum(votes, cut)
+        d_poses = over_parents.new(n, i, poses.shape[2], dtype=torch.float32 if blocks > 1 else pose_dtype)
+        d_weight = over_windows.new(*weight.shape)
+        d_offset = None if offset is None else over_windows.new(*offset.shape)
         total, d_mean, d_precision, d_score = gates, gates, gates, gates
-        if ctx.kind == 2:
-            d_gates = new(blocks, n, i)
+        if ctx.kind == FITTED.value:
+            d_gates = over_parents.new(n, i)
             em_backward_gather[cut.grid](
                 poses, packed, or_(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
-                d_gates, cut.per_split, cut.space, cut.tile, **cut.options,
+                d_gates, cut.per_split, cut.space, cut.tile, over_parents.atomic, **cut.options,
             )  # fmt: skip
             total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
         few = _plan(votes, wide=FEWER) if votes.products == torch.bfloat16 else cut
         if few.tile.PACKED and few.tile != cut.tile:
             packed = pack_weight(weight, few)
-        if ctx.kind == 2:
+        if ctx.kind == FITTED.value:
             splits = few.grid[1]
             d_mean, d_precision = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
             d_score = new(splits, n, j)
-        else:
-            warps = few.options["num_warps"]  # each has parents of its own, and none waits for the others
-            d_gates = new(n, i, j) if ctx.kind == 1 else new(blocks * warps, n, i)
+        elif ctx.kind == GIVEN.value:
+            d_gates = new(n, i, j)
+        else:  # each warp has parents of its own, and none waits for the others
+            d_gates = over_parents._replace(parts=blocks * few.options["num_warps"]).new(n, i)
         em_backward[few.grid](
             poses, packed, or_(offset, gates), gates, centre, or_(precision, gates), or_(score, gates),
             or_(log_total, gates), total, d_mass, d_first, d_second, d_poses, d_weight, or_(d_offset, gates), d_gates,
-            d_mean, d_precision, d_score, 0.0, few.per_split, few.space, few.tile, ctx.kind, ctx.squares, atomic,
-            **few.options,
+            d_mean, d_precision, d_score, 0.0, few.per_split, few.space, few.tile, ctx.kind, ctx.squares,
+            over_windows.atomic, over_parents.atomic, **few.options,
         )  # fmt: skip
-        if ctx.kind != 1:
-            d_gates = shared_evenly(d_gates, cut, ctx.competing) if ctx.kind == 0 else summed(d_gates)
+        if ctx.kind != GIVEN.value:
+            d_gates = shared_evenly(d_gates, cut, ctx.competing) if ctx.kind == EVEN.value else summed(d_gates)
         grads = [
             fold_windows(d_poses, poses, cut, ctx.window),
             summed(d_weight),
@@ -263,7 +264,7 @@ class _Moments(torch.autograd.Function):
             None,
             None,
         ]
-        if ctx.kind == 2:
+        if ctx.kind == FITTED.value:
             grads[4:] = [summed(d_mean), summed(d_precision), summed(d_score)]
         return _like(grads, ctx.inputs)
 

@@ -63,6 +63,8 @@ def why_not(votes: Votes) -> str | None:
         return f"the votes are on {votes.device.type}"
     if votes.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the votes are {votes.dtype}"
+    if votes.sharing > 1 and torch.are_deterministic_algorithms_enabled():
+        return "gradients of weights that children share are added up in no fixed order, and it was to be deterministic"
     size, columns = votes.weight.shape[1], votes.weight.shape[3]
     numbers = f"a pose of {votes.rows} x {size} and a vote of {votes.rows} x {columns} numbers"
     if size > 64 or columns > 64 or votes.dim > 128:
@@ -228,6 +230,31 @@ def pack_weight(weight: Tensor, plan: Plan) -> Tensor:
 def or_(x: Tensor | None, unused: Tensor) -> Tensor:
     """A kernel wants an address for what it does not read."""
     return unused if x is None else x
+
+
+class Sum(NamedTuple):
+    """Where programs that have a part in the same gradient put it: in parts, or all in one place, atomically."""
+
+    parts: int
+    atomic: bool
+    device: torch.device
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Shapes: [k, *shape], for `summed`"""
+        make, parts = (torch.zeros, 1) if self.atomic else (torch.empty, self.parts)
+        return make(parts, *shape, dtype=dtype, device=self.device)
+
+
+def pose_sum(blocks: int, device: torch.device) -> Sum:
+    """Of what children get, whose parts would grow with the parents, as votes do."""
+    return Sum(blocks, blocks > 1 and not torch.are_deterministic_algorithms_enabled(), device)
+
+
+def weight_sum(votes: Votes, plan: Plan) -> Sum:
+    """Of what weights get."""
+    blocks = plan.grid[0]
+    large = blocks * votes.weight.numel() * 4 > PARTIAL_BYTES and not torch.are_deterministic_algorithms_enabled()
+    return Sum(blocks, votes.sharing > 1 or large, votes.device)
 
 
 def summed(x: Tensor) -> Tensor:

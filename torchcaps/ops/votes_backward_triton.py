@@ -69,8 +69,9 @@ def onto_weight(grad, children, d_weight, T: tl.constexpr):
 
 @triton.jit
 def hand_down(
-    grads, poses, weight, d_weight, d_poses, d_offset, n, i, j, first, S, T: tl.constexpr, ATOMIC: tl.constexpr
-):
+    grads, poses, weight, d_weight, d_poses, d_offset, n, i, j, first, S, T: tl.constexpr, ATOMIC: tl.constexpr,
+    ATOMIC_POSES: tl.constexpr,
+):  # fmt: skip
     """Takes the gradients of G rows of the votes to the poses; returns the weights', added to `d_weight`.
 
     Several rows go together, as if they were windows, for each time all warps have to wait for each other. Four are
@@ -103,7 +104,7 @@ def hand_down(
         d_weight = onto_weight(rest, children, d_weight, T)
     there = (n < S.N)[:, None] & (child < S.I) & (a < T.A)
     at = (n.to(tl.int64)[:, None] * S.I + child) * (T.M * T.A) + (first + row // T.BN) * T.A + a
-    tl.store(d_poses + at, d_children.to(d_poses.dtype.element_ty), mask=there)
+    add_up(d_poses + at, d_children.to(d_poses.dtype.element_ty), there, ATOMIC_POSES)
     return d_weight
 
 
