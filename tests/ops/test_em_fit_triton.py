@@ -3,24 +3,17 @@
 Opt-in: `TRITON_INTERPRET=1 pytest tests/ops/test_em_fit_triton.py` on a CPU, or as it is where there is a GPU.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.fused.conftest import unwritten_is_nan  # noqa: F401
+from tests.fused.kernels import DEVICE, OPT_IN
 from tests.helpers import assert_as_accurate, outputs_and_gradients
 from torchcaps.ops import Votes, Window, backend
 from torchcaps.routing.em import em_routing, parent_logits
 
-pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = OPT_IN
 TEMPERATURE, FLOOR = 0.3, 5e-4
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from torchcaps import create_model
@@ -487,36 +486,6 @@ ON_TRITON = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
     reason="needs a GPU, or TRITON_INTERPRET=1",
 )
-
-
-@ON_TRITON
-@pytest.mark.parametrize(
-    ("sizes", "stride", "padding"),
-    [
-        ((2, 3, 1, 9, 8, 5, 5, 5), 1, 0),
-        ((2, 2, 4, 7, 7, 8, 3, 3), 1, 0),
-        ((3, 2, 8, 8, 9, 20, 3, 3), 2, 0),
-        ((1, 2, 3, 6, 6, 4, 3, 2), 2, 1),
-    ],
-)
-def test_the_convolution_kernels(sizes, stride, padding, monkeypatch):
-    from torchcaps.ops.replica_conv import ReplicaConv
-
-    b, r, c, h, w, o, tall, wide = sizes
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    exact = [torch.randn(s, dtype=torch.float64) for s in ((b, r, c, h, w), (r, o, c, tall, wide), (r, o))]
-    single = [x.float().to(device).requires_grad_() for x in exact]
-    exact = [x.detach().double().cpu().requires_grad_() for x in single]
-    images, weight, bias = exact
-    maps = F.conv2d(images.flatten(1, 2), weight.flatten(0, 1), bias.flatten(), stride, padding, groups=r)
-    expected = maps.unflatten(1, (r, -1))
-    found = ReplicaConv.apply(*single, stride, padding)
-    assert found.flatten(1, 2).is_contiguous(memory_format=torch.channels_last)
-    tops = torch.randn_like(expected)
-    gradients = torch.autograd.grad(found, single, tops.float().to(device))
-    for ours, theirs in zip((found, *gradients), (expected, *torch.autograd.grad(expected, exact, tops)), strict=True):
-        torch.testing.assert_close(ours.double().cpu(), theirs, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("conv", ["grouped", pytest.param("triton", marks=ON_TRITON)])
