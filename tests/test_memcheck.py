@@ -10,7 +10,7 @@ END = "12 passed, 2 skipped in 3.10s\n========= ERROR SUMMARY: {} errors\n"
 
 
 def test_all_tests_that_run_kernels_are_checked():
-    opt_in = [str(path) for path in Path("tests").rglob("test_*.py") if "OPT_IN" in path.read_text()]
+    opt_in = [str(path) for path in Path("tests").rglob("test_*.py") if "\npytestmark = OPT_IN" in path.read_text()]
     assert memcheck.files() == sorted(opt_in)
 
 
