@@ -5,6 +5,7 @@ Opt-in: runs where Triton is installed, but not in its interpreter.
 
 import itertools
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -57,10 +58,17 @@ class Chip:
 
     def cached(self):
         """What stands in Triton's cache for each kernel that can be compiled ahead."""
-        from torchcaps.ops import em_first_triton, em_fit_triton, em_triton, plan_triton, windows_triton
+        from torchcaps.ops import (
+            agreement_triton,
+            em_first_triton,
+            em_fit_triton,
+            em_triton,
+            plan_triton,
+            windows_triton,
+        )
         from torchcaps.ops.ahead_triton import launched
 
-        modules = (em_first_triton, em_fit_triton, em_triton, plan_triton, windows_triton)
+        modules = (agreement_triton, em_first_triton, em_fit_triton, em_triton, plan_triton, windows_triton)
         kernels = {x.kernel for module in modules for x in vars(module).values() if isinstance(x, launched)}
         variants = {kernel.__name__: kernel.device_caches[self.device][0] for kernel in kernels}
         return {name: dict(cache) for name, cache in variants.items() if cache}
@@ -120,11 +128,15 @@ def em(grad=True, **options):
         return em_routing(votes, tensors[2], *tensors[3], **options).poses
 
 
-def em_cifar10(autocast=False, memory_format=torch.contiguous_format, images=16):
-    network = create_model("em_cifar10", backbone="simple").to(memory_format=memory_format)
-    images = torch.rand(images, 3, 32, 32).contiguous(memory_format=memory_format)
+def network(name="em_cifar10", autocast=False, memory_format=torch.contiguous_format, images=16, **options):
+    made = create_model(name, **options).to(memory_format=memory_format)
+    images = torch.rand(images, *made.image).contiguous(memory_format=memory_format)
     with backend("triton"), torch.autocast("cpu", torch.bfloat16, autocast):
-        return network(images).scores
+        return made(images).scores
+
+
+em_cifar10 = partial(network, backbone="simple")
+inverted_cifar10 = partial(network, "inverted_cifar10", backbone="simple")
 
 
 CASES = {
@@ -134,6 +146,12 @@ CASES = {
     "em_cifar10": em_cifar10,
     "em_cifar10, channels last": lambda: em_cifar10(memory_format=torch.channels_last),
     "em_cifar10, autocast": lambda: em_cifar10(autocast=True),
+    "inverted_cifar10": inverted_cifar10,
+    "inverted_cifar10, channels last": lambda: inverted_cifar10(memory_format=torch.channels_last),
+    "inverted_cifar10, autocast": lambda: inverted_cifar10(autocast=True),
+    "inverted_cifar10, within each layer": lambda: inverted_cifar10(concurrent=False, iterations=3),
+    "dynamic_cifar10": lambda: network("dynamic_cifar10", backbone="simple"),
+    "vectors": lambda: network("dynamic_diverse_multimnist", images=2),
 }
 
 
@@ -147,21 +165,22 @@ def test_compiles_what_will_be_launched_and_nothing_else(case, chip, rehearsals)
     assert ("first_weight" in chip.launches) == (case == "em_cifar10, autocast")
 
 
+@pytest.mark.parametrize("made", [em_cifar10, inverted_cifar10])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_all_layers_together(autocast, chip, rehearsals):
+def test_all_layers_together(autocast, made, chip, rehearsals):
     """And no layer by itself."""
-    em_cifar10(autocast, images=2).float().sum().backward()
+    made(autocast=autocast, images=2).float().sum().backward()
     assert len(rehearsals) == 1
     assert keys(rehearsals[0]) == keys(chip.cached())
 
 
 def test_a_hook_sees_no_rehearsal(chip, rehearsals):
-    network, seen = create_model("em_cifar10", backbone="simple"), []
-    network.body.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.poses.device.type))
+    made, seen = create_model("em_cifar10", backbone="simple"), []
+    made.body.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.poses.device.type))
     with backend("triton"):
-        network(torch.rand(2, 3, 32, 32)).scores.sum().backward()
+        made(torch.rand(2, 3, 32, 32)).scores.sum().backward()
     assert seen == ["cpu"]
-    assert len(rehearsals) == len(network.body.layers)
+    assert len(rehearsals) == len(made.body.layers)
 
 
 def test_inference_compiles_no_backward(chip, rehearsals):

@@ -51,9 +51,9 @@ class CapsuleStack(nn.Module):
 
     @property
     def rehearses(self) -> bool:
-        """Whether layers would wait for their kernels one after the other, and need not."""
+        """Whether kernels would be waited for one after the other, and need not."""
         routings = (getattr(layer, "routing", None) for layer in self.layers)
-        return len(self.layers) > 1 and all(getattr(routing, "rehearses", False) for routing in routings)
+        return all(getattr(routing, "rehearses", False) for routing in routings)
 
 
 class Residual(nn.Module):

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.ops.ahead_triton import launched
 from torchcaps.ops.plan_triton import few_pairs, interpreted, or_, plan, pose_sum, summed, weight_sum
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient
@@ -58,6 +59,7 @@ def coupling_of(agreement, tops, sums, n, i, S, T: tl.constexpr):
     return tl.exp(agreement - to_parents(top)) * to_parents(1 / total)
 
 
+@launched
 @triton.jit
 def agreement_forward(
     poses, weight, offset, parents, logits, prior, tops, sums, mixture, scale, nothing, per_split, S, T: tl.constexpr,
@@ -106,6 +108,7 @@ def agreement_forward(
         store_rows(mixture, mixed, split, n, j, S, T)
 
 
+@launched
 @triton.jit
 def agreement_backward(
     poses, weight, offset, parents, logits, prior, tops, sums, delta, d_mixture, d_poses, d_weight, d_offset,

@@ -50,6 +50,8 @@ def dynamic_routing(
 class DynamicRouting(nn.Module):
     """Args: as `dynamic_routing`; `priors` and `bias` say whether there are any to learn."""
 
+    rehearses = True  # its kernels can be compiled before there is anything to route
+
     def __init__(
         self,
         in_caps: int,

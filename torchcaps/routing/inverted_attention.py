@@ -93,6 +93,7 @@ class InvertedAttentionRouting(nn.Module):
         self.start = nn.Parameter(torch.zeros(out_caps, out_dim)) if start == "learnt" else None
         self.beta_u = nn.Parameter(torch.zeros(out_caps)) if activations else None
         self.beta_a = nn.Parameter(torch.zeros(out_caps)) if activations else None
+        self.rehearses = not activations  # its kernels can be compiled before there is anything to route
 
     def forward(
         self, votes: Votes | Tensor, activations: Tensor | None = None, parents: Tensor | None = None
