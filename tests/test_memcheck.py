@@ -17,7 +17,7 @@ def test_all_tests_that_run_kernels_are_checked():
 def test_a_clean_file():
     row = {"file": "a", "ended": True, **memcheck.reading(END.format(0))}
     assert memcheck.right(row)
-    assert memcheck.in_words(row) == "a: 12 tests passed, 0 failed, 0 wrong accesses"
+    assert memcheck.in_words(row) == "a: 12 tests passed, 0 failed, 0 errors"
 
 
 @pytest.mark.parametrize("said", [END.format(3), "1 failed, " + END.format(0), "12 passed", "ERROR SUMMARY: 0 errors"])

@@ -26,6 +26,8 @@ SIZES = {  # images, children, rows, size, parents, columns
     "few large vectors": (2, 8, 1, 64, 16, 64),
     "few large matrices": (2, 8, 4, 32, 16, 32),
     "long matrices": (600, 64, 8, 64, 10, 16),
+    "votes of one number": (600, 64, 1, 64, 20, 1),
+    "few votes of one number": (2, 8, 1, 64, 3, 1),
 }
 CASES = [
     ("matrices", 86, "bf16"),
@@ -40,6 +42,9 @@ CASES = [
     ("few large vectors", 90, "32"),
     ("few large matrices", 86, "32"),
     ("long matrices", 90, "tf32"),
+    ("votes of one number", 90, "bf16"),
+    ("votes of one number", 86, "32"),
+    ("few votes of one number", 90, "32"),
 ]
 
 

@@ -31,6 +31,7 @@ SIZES = {  # poses, weight [g, a, j, e], window
     "many parents": ((2, 5, 4), (5, 2, 70, 2), None),
     "large poses": ((2, 3, 40), (3, 40, 3, 20), None),
     "largest poses": ((2, 3, 64), (3, 64, 20, 64), None),
+    "votes of one number": ((3, 5, 40), (5, 40, 9, 1), None),
     "every other child": ((2, 5, 16), (5, 4, 3, 4), None),
     "windows": ((2, 2, 16, 7, 6), (18, 4, 5, 4), Window(3, 2)),
     "windows of large poses": ((1, 1, 64, 5, 3), (9, 64, 12, 64), Window(3, 2)),
@@ -43,6 +44,7 @@ SIZES = {  # poses, weight [g, a, j, e], window
 DRAWN = {  # in another way than contiguous, or so that votes are about 1
     "largest poses": lambda *shape: torch.randn(shape) / 8,
     "windows of large poses": lambda *shape: torch.randn(shape) / 8,
+    "votes of one number": lambda *shape: torch.randn(shape) / 8,
     "every other child": lambda b, i, p: torch.randn(b, 2 * i, p)[:, ::2],
     "channels last": lambda b, c, p, h, w: torch.randn(b, h, w, c, p).permute(0, 3, 4, 1, 2),
 }
@@ -400,6 +402,22 @@ def test_little_shared_memory(what, case, monkeypatch):
     assert plan(votes).shared < most.shared
     assert plan(votes).grid[2] > most.grid[2]
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("low", [1, 2, 4, 8, None])
+@pytest.mark.parametrize("wide", [8, 16, 64])
+def test_products_are_deep_enough_for_tensor_cores(case, low, wide):
+    """Or they would not compile, which the interpreter does not notice."""
+    from torchcaps.ops.plan_triton import _value, plan
+    from torchcaps.ops.votes_triton import Tile
+
+    window, (poses, weight, _) = drawn(case)
+    tile = Tile(*map(_value, plan(Votes(poses, weight, window), low=low, wide=wide).tile))
+    assert tile.C * tile.AP >= 16
+    assert tile.C * tile.EH * tile.JL * tile.EL >= 16
+    assert tile.EH * tile.EL >= tile.E
+    assert tile.JL * tile.EL == 8
 
 
 def test_too_little_shared_memory(monkeypatch):

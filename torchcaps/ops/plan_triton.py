@@ -22,6 +22,7 @@ from torchcaps.ops.windows import Window
 # a second product for what rounding left over, sums of windows in float32 and full products are cheap.
 FEW_PAIRS = 2**18
 WINDOWS = 16  # in a program, as many as a tensor core takes rows
+DEPTH = 16  # of a product, at least; that of gradients with weights runs over a vote's columns
 MOST_PRODUCTS = 2**12  # in a warp, for a window, where tensor cores are not exact enough and each is an instruction
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
@@ -160,11 +161,12 @@ def plan(
 
     def cut(high: int, low: int) -> Tile:
         entries = max(8 // low, triton.next_power_of_2(columns))
-        children = max(1, min(16 // padded, wide // (entries * low)))
+        children = max(1, min(DEPTH // padded, wide // (entries * low)))
+        entries = max(entries, DEPTH // (children * low))
         return Tile(
             M=votes.rows,
             A=size,
-            AP=max(padded, 16 // children),
+            AP=max(padded, DEPTH // children),
             E=columns,
             EH=entries * low // 8,
             EL=8 // low,
