@@ -1,8 +1,8 @@
 """Checks and times the fused routing steps on a GPU: `python benchmarks/kernels.py`, about two minutes.
 
 First every case is checked in a process of its own, several at a time, which also fills Triton's cache; then they are
-timed one after another. A case that fails prints its error and the next goes on. With --small, small ones are checked
-in this one process.
+timed one after another. A case that fails prints its error and the next goes on. With --small, other cases,
+which are small, are checked in this one process.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,17 +38,19 @@ def files() -> list[str]:
 
 
 def check(file: str, limit: float) -> dict[str, Any]:
-    try:
-        done = subprocess.run(
-            [*CHECKER, sys.executable, "-m", "pytest", *TESTS, file],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        )
-        said, ended = done.stdout + done.stderr, True
-    except subprocess.TimeoutExpired as error:
-        said, ended = (error.stdout or b"").decode(errors="replace"), False
+    with subprocess.Popen(
+        [*CHECKER, sys.executable, "-m", "pytest", *TESTS, file],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        start_new_session=True,
+    ) as process:
+        try:
+            said, ended = process.communicate(timeout=limit)[0], True
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tests too, which would go on without their checker
+            said, ended = process.communicate()[0], False
     row = {"file": file, "ended": ended, **reading(said)}
     print(in_words(row), flush=True)
     if not right(row):
@@ -57,13 +60,13 @@ def check(file: str, limit: float) -> dict[str, Any]:
 
 def reading(said: str) -> dict[str, Any]:
     """What the checker and the tests say in the end. Without either, errors or passed are None."""
-    errors, counts = re.search(r"ERROR SUMMARY: (\d+) error", said), dict[str, int]()
-    for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", said):
-        counts.setdefault(word, int(count))
+    errors = re.search(r"ERROR SUMMARY: (\d+) error", said)
+    last = [line for line in said.splitlines() if re.search(r"\d+ (passed|failed|errors?)\b.* in [\d.]+s", line)][-1:]
+    counts = {word: int(count) for line in last for count, word in re.findall(r"(\d+) (passed|failed|error)", line)}
     return {
         "errors": None if errors is None else int(errors[1]),
         "passed": counts.get("passed"),
-        "failed": counts.get("failed", 0),
+        "failed": counts.get("failed", 0) + counts.get("error", 0),
     }
 
 

@@ -20,7 +20,16 @@ def test_a_clean_file():
     assert memcheck.in_words(row) == "a: 12 tests passed, 0 failed, 0 errors"
 
 
-@pytest.mark.parametrize("said", [END.format(3), "1 failed, " + END.format(0), "12 passed", "ERROR SUMMARY: 0 errors"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        END.format(3),
+        "1 failed, " + END.format(0),
+        END.format(0).replace("2 skipped", "1 error"),
+        "12 passed in 3.10s",
+        "ERROR SUMMARY: 0 errors",
+    ],
+)
 def test_what_is_not_clean(said):
     assert not memcheck.right({"file": "a", "ended": True, **memcheck.reading(said)})
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.fused.kernels import DEVICE, OPT_IN, on
 from tests.helpers import assert_as_accurate
-from tests.ops.test_triton import fused, in_tf32, tf32, unwritten_is_nan  # noqa: F401 - two are fixtures
+from tests.ops.test_triton import deterministic, fused, in_tf32, tf32, unwritten_is_nan  # noqa: F401 - three are fixtures
 from torchcaps.ops import Votes, Window, em_step
 
 pytestmark = OPT_IN
@@ -71,6 +71,13 @@ def first_step(window, sites=True):
 @pytest.mark.parametrize("case", SIZES)
 def test_first_step_in_tf32(case, agreeing, tf32, monkeypatch):  # noqa: F811
     window, inputs = drawn(case, agreeing)
+    function = first_step(window)
+    assert_as_accurate(fused(function, monkeypatch), in_tf32(function, monkeypatch), inputs, torch.float32)
+
+
+def test_first_step_in_parts(tf32, deterministic, monkeypatch):  # noqa: F811
+    """Of poses and gates for each block of columns, as deterministic algorithms are asked for."""
+    window, inputs = drawn("many parents")
     function = first_step(window)
     assert_as_accurate(fused(function, monkeypatch), in_tf32(function, monkeypatch), inputs, torch.float32)
 

@@ -305,6 +305,16 @@ def test_routings(name, dtype, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, dtype)
 
 
+@pytest.mark.parametrize("case", ["matrices", "windows"])
+def test_em_with_weights_as_they_are(case, monkeypatch):
+    from torchcaps.ops import em_triton
+
+    monkeypatch.setattr(em_triton, "PACKED_BYTES", 0)
+    window, inputs = em_inputs(case)
+    function = em(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
 @pytest.mark.parametrize("what", ["agreement", "em"])
 def test_atomic_weight_gradients(what, monkeypatch):
     from torchcaps.ops import plan_triton
@@ -330,7 +340,13 @@ def test_gradients_in_parts(what, deterministic, monkeypatch):
     from torchcaps.ops import plan_triton
 
     monkeypatch.setattr(plan_triton, "PARTIAL_BYTES", 0)
-    window, inputs = drawn("many parents") if what == "agreement" else em_inputs("many parents")
+    monkeypatch.setitem(SIZES, "many of all", ((19, 5, 4), (5, 2, 70, 2), None))
+    window, inputs = drawn("many of all") if what == "agreement" else em_inputs("many of all")
+    votes = Votes(*inputs[:2], window)
+    cut = plan_triton.plan(votes)
+    for parts in (plan_triton.pose_sum(cut.grid[2], votes.device), plan_triton.weight_sum(votes, cut)):
+        assert not parts.atomic
+        assert len(parts.new(1)) > 1
     inputs = inputs[: 3 if what == "em, first" else None]
     function = step(window) if what == "agreement" else em(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
@@ -344,6 +360,8 @@ def test_shared_weights_are_not_added_up_if_that_should_be_deterministic(determi
 
     votes = Votes(torch.randn(2, 15, 4, device=DEVICE), torch.randn(5, 2, 3, 2, device=DEVICE))
     assert "no fixed order" in why_not(votes)
+    with torch.no_grad():
+        assert why_not(votes) is None
 
 
 @pytest.mark.parametrize("case", ["matrices", "windows"])

@@ -24,7 +24,6 @@ from torchcaps.ops.em_first_triton import first_gradients, without_votes
 from torchcaps.ops.em_fit_triton import fitted
 from torchcaps.ops.em_forward_triton import EVEN, FITTED, GIVEN, em_forward, em_gather
 from torchcaps.ops.plan_triton import (
-    PARTIAL_BYTES,
     Plan,
     few_pairs,
     interpreted,
@@ -43,6 +42,7 @@ from torchcaps.ops.windows import Window
 from torchcaps.ops.windows_triton import fold_windows, shared_evenly, sum_over_windows
 
 FEWER = 16  # columns of a product where gradients of four rows are at hand too, in bfloat16: two children, not four
+PACKED_BYTES = 2**26  # of weights, as products take them; more are read as they are
 NARROW = 168  # registers of a thread with which a multiprocessor has room for three programs of four warps, not two
 
 
@@ -277,7 +277,7 @@ def _like(grads: list[Tensor | None], inputs: list[tuple[torch.dtype, torch.Size
 
 def _plan(votes: Votes, **options: Any) -> Plan:
     """Few parents in a program, for each needs up to six rows of numbers at hand."""
-    packed = votes.in_caps * votes.weight[0].numel() * 16 <= PARTIAL_BYTES  # up to 4 children a tile, in float32
+    packed = votes.in_caps * votes.weight[0].numel() * 16 <= PACKED_BYTES  # up to 4 children a tile, in float32
     stages = 3 if votes.products == torch.bfloat16 else 2
     return plan(votes, **{"low": low_of(votes) // 2, "block": 8, "packed": packed, "stages": stages} | options)
 

@@ -64,7 +64,7 @@ def why_not(votes: Votes) -> str | None:
         return f"the votes are on {votes.device.type}"
     if votes.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the votes are {votes.dtype}"
-    if votes.sharing > 1 and torch.are_deterministic_algorithms_enabled():
+    if votes.sharing > 1 and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
         return "gradients of weights that children share are added up in no fixed order, and it was to be deterministic"
     size, columns = votes.weight.shape[1], votes.weight.shape[3]
     numbers = f"a pose of {votes.rows} x {size} and a vote of {votes.rows} x {columns} numbers"
