@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.launch_triton import launched
 from torchcaps.fused.rows_triton import cut_rows, laid_out_as, load_rows, rows_at, takes
 
 
+@launched
 @triton.jit
 def gate_forward(master, aide, m1, m2, y, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr):
     at, there = rows_at(tl.program_id(0), rows, D, DP, R)
@@ -28,6 +30,7 @@ def gate_forward(master, aide, m1, m2, y, rows, D: tl.constexpr, DP: tl.constexp
     tl.store(y + at, mixed.to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit
 def gate_backward(
     master, aide, m1, m2, d_y, d_master, d_aide, d_m1, d_m2, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.launch_triton import launched
 from torchcaps.fused.rows_triton import in_capsules, laid_out_as, load_rows, takes, times
 
 WIDE = 64  # channels of a block
@@ -87,6 +88,7 @@ def _coefficients(
     return in_capsules(total, D) + level
 
 
+@launched
 @triton.jit
 def mixture_forward(
     master, aide, of_master, master_bias, of_aide, aide_bias, y, m, pixels, per_program,
@@ -110,6 +112,7 @@ def mixture_forward(
         tl.store(y + at, mixed.to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit
 def mixture_slopes(
     master, aide, d_y, d_m, pixels, CAPS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr
@@ -147,6 +150,7 @@ def _to_vote(
         tl.store(d_vote + at, total.to(d_vote.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit
 def mixture_backward(
     of_master, of_aide, m, d_y, d_m, d_master, d_aide, pixels, per_program,
@@ -191,6 +195,7 @@ def _to_weights(
     tl.store(own + 9 * (CAPS * D) + tl.arange(0, C // D) * D, tl.sum(level, 0))
 
 
+@launched
 @triton.jit
 def mixture_weights(
     master, aide, d_m, parts, pixels, per_program,
@@ -207,6 +212,7 @@ def mixture_weights(
         _to_weights(aide, d_m + (CAPS - first), own, pixels, per_program, HEIGHT, WIDTH, CAPS, D, C, P)
 
 
+@launched
 @triton.jit
 def mixture_sums(
     parts, of_master, master_bias, of_aide, aide_bias, rows, to_capsule, to_entry, to_tap,

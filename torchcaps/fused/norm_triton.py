@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.launch_triton import launched
 from torchcaps.fused.rows_triton import LONGEST, factors, in_capsules, laid_out_as, load_rows, relu, times
+from torchcaps.fused.switch import stands_for
 
 NUMBERS = 4096  # in a block of pixels, 16 for each thread
 REGISTERS = 64  # of a thread that takes moments: it waits for memory, so many threads are worth more
@@ -91,6 +93,7 @@ def _parts(parts, which, channels, count, C: tl.constexpr, K: tl.constexpr, EACH
     return tl.load(parts + (part * EACH + which) * channels + channel, mask=there, other=0.0)
 
 
+@launched
 @triton.jit
 def norm_moments(
     x, bias, parts, pixels, channels, per_program, P: tl.constexpr, C: tl.constexpr, RELU_FIRST: tl.constexpr
@@ -134,6 +137,7 @@ def _track(
     tl.store(tracked + norm, tl.load(tracked + norm, mask=norm < norms) + 1, mask=norm < norms)
 
 
+@launched
 @triton.jit
 def norm_forward(
     x, bias, weight, shift, parts, y, moments, running_mean, running_var, tracked, eps, momentum,
@@ -199,6 +203,7 @@ def _back(x, d_y, at, there, offset, mean, scale, gain, level, RELU_FIRST: tl.co
     return unit, above, goes_on
 
 
+@launched
 @triton.jit
 def norm_sums(
     x, bias, weight, shift, moments, d_y, parts, pixels, channels, per_program,
@@ -240,6 +245,7 @@ def _to_bias(passed, opened, to_shift, level, along, zero, pixels):
     return tl.where(opened < closed, from_open, from_closed)
 
 
+@launched
 @triton.jit
 def norm_backward(
     x, bias, weight, shift, moments, d_y, parts, d_x, d_vectors, pixels, channels, per_program, count,
@@ -287,7 +293,7 @@ def takes(maps: Tensor, bias: Tensor | None, norm: nn.Module) -> bool:
         or maps.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or not maps.shape[1] < maps.numel() < 2**40
         or any(t.dtype != torch.float32 for t in (bias, *_state(norm)[:4]) if t is not None)
-        or not (maps.device.type == "cuda" or bool(triton.knobs.runtime.interpret))
+        or not (stands_for(maps.device).type == "cuda" or bool(triton.knobs.runtime.interpret))
     ):
         return False
     replicas = [torch._C._functorch.is_batchedtensor(t) for t in (maps, bias, *_state(norm)) if t is not None]

@@ -16,6 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.launch_triton import launched
+from torchcaps.fused.switch import stands_for
+
 LONGEST = 128  # of the rows
 NUMBERS = 2048  # in a block of rows
 FEW = 128  # in a block where there are few rows
@@ -62,6 +65,7 @@ def normalised(x, there, eps, D: tl.constexpr):
     return centred * scale[:, None], scale
 
 
+@launched
 @triton.jit
 def layer_norm_forward(x, weight, bias, y, eps, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr):
     at, there = rows_at(tl.program_id(0), rows, D, DP, R)
@@ -72,6 +76,7 @@ def layer_norm_forward(x, weight, bias, y, eps, rows, D: tl.constexpr, DP: tl.co
     tl.store(y + at, (unit * gain[None, :] + shift[None, :]).to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit
 def layer_norm_backward(
     x, weight, d_y, d_x, d_weight, d_bias, eps, rows, per_program, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr
@@ -121,6 +126,7 @@ def factors(norm, KIND: tl.constexpr):
     return factor, slope
 
 
+@launched
 @triton.jit
 def squash_forward(x, y, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr):
     at, there = rows_at(tl.program_id(0), rows, D, DP, R)
@@ -134,6 +140,7 @@ def squash_forward(x, y, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexp
         tl.store(y + at, (row * factor[:, None]).to(y.dtype.element_ty), mask=there)
 
 
+@launched
 @triton.jit
 def squash_backward(x, d_y, d_x, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr):
     at, there = rows_at(tl.program_id(0), rows, D, DP, R)
@@ -158,7 +165,7 @@ def takes(x: Tensor) -> bool:
         and x.dim() > 1
         and 0 < x.shape[-1] <= LONGEST
         and 0 < x.numel() < 2**40
-        and (x.device.type == "cuda" or bool(triton.knobs.runtime.interpret))
+        and (stands_for(x.device).type == "cuda" or bool(triton.knobs.runtime.interpret))
         and _dense(x)
     )
 

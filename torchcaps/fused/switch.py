@@ -85,7 +85,7 @@ def strides_of(x: Tensor, replicas: int) -> tuple[int, ...]:
 
 def autocasted(*tensors: Tensor | None) -> Any:
     """In the dtype that autocast asks for here, as it would for a convolution; it leaves float64 alone."""
-    device = next(t for t in tensors if t is not None).device.type
+    device = stands_for(next(t for t in tensors if t is not None).device).type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

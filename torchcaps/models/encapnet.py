@@ -14,6 +14,7 @@ from torchcaps.layers.feedback import Feedback, Path
 from torchcaps.models.heads import LengthHead
 from torchcaps.models.network import Network
 from torchcaps.models.registry import register, variant
+from torchcaps.ops.backend import rehearse
 from torchcaps.routing.master_aide import MasterAide
 from torchcaps.types import Capsules, Image
 
@@ -95,6 +96,7 @@ class EncapNet(Network):
         self.feedback = feedback
 
     def encode(self, images: Tensor) -> tuple[Capsules | None, Tensor, Tensor | None]:
+        rehearse(self.encode, images)
         poses = self.stem(images).unflatten(1, (CAPS, DIMS[0]))
         paths = []
         for module in self.body:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchcaps.ops.ahead_triton import launched
+from torchcaps.fused.launch_triton import launched
 from torchcaps.ops.plan_triton import few_pairs, interpreted, or_, plan, pose_sum, summed, weight_sum
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient

@@ -22,14 +22,11 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from torchcaps.fused.launch_triton import active_mode
 from torchcaps.fused.switch import standing_for, watched
 from torchcaps.ops.votes import Votes
-
-try:
-    from triton.runtime._async_compile import active_mode
-except ImportError:  # another Triton
-    active_mode = None
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,25 +36,6 @@ FEW = 8  # threads: the first half of compiling is Python, and a long kernel sho
 
 _met: set[Any] = set()
 _met_by: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
-
-
-class launched:
-    """A kernel that tensors without memory only compile."""
-
-    def __init__(self, kernel: Any):
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        def launch(first: Tensor, *args: Any, **options: Any) -> None:
-            if first.is_meta:
-                ahead = active_mode.get() if active_mode is not None else None
-                if isinstance(ahead, _Ahead):
-                    ahead.length = len(self.kernel.src)
-                self.kernel.warmup(first, *args, grid=grid, **options)
-            else:
-                self.kernel[grid](first, *args, **options)
-
-        return launch
 
 
 def rehearsed(function: F) -> F:
@@ -156,7 +134,8 @@ def _rehearse(function: Callable[..., Any], args: tuple[Any, ...], grad: bool) -
     with suppress(Exception):
         args = tuple(map(without_memory, args))
         active_mode.set(ahead)  # of this thread
-        with torch.cuda.device(device.index if device.index is not None else -1), standing_for(device):  # -1: as it is
+        current = torch.cuda.device(device.index if device.index is not None else -1)  # -1: as it is
+        with current, standing_for(device), _AsThere(device.type):
             outputs = function(*args)
             outputs = [x for x in _tensors(outputs) if x.requires_grad]
             if outputs:
@@ -164,6 +143,40 @@ def _rehearse(function: Callable[..., Any], args: tuple[Any, ...], grad: bool) -
         _met.update(ahead.met)
     with suppress(RuntimeError):
         ahead.start()
+
+
+class _AsThere(TorchFunctionMode):
+    """Tensors without memory come out in the dtype and layout that they would have on the device.
+
+    They know no autocast, and no convolution that keeps the layout of its input.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.conv2d, torch.conv_transpose2d, torch.einsum) and torch.is_autocast_enabled(self.device):
+            dtype = torch.get_autocast_dtype(self.device)
+            args = tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in args)
+        if function in (torch.conv2d, torch.conv_transpose2d):
+            maps, weight, *rest = args
+            if any(x.is_contiguous(memory_format=torch.channels_last) for x in (maps, weight)):
+                maps = _ChannelsLast.apply(maps)
+                return _ChannelsLast.apply(function(maps, weight, *rest, **(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+class _ChannelsLast(torch.autograd.Function):
+    """Maps, and their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor) -> Tensor:
+        return maps.contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, d_maps: Tensor) -> Tensor:
+        return d_maps.contiguous(memory_format=torch.channels_last)
 
 
 class _Ahead:

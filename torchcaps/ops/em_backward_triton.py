@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchcaps.ops.ahead_triton import launched
+from torchcaps.fused.launch_triton import launched
 from torchcaps.ops.em_forward_triton import (
     FITTED,
     GIVEN,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcaps.ops.ahead_triton import launched
+from torchcaps.fused.launch_triton import launched
 from torchcaps.ops.plan_triton import Plan, few_pairs, interpreted, pose_sum, precision_of, room
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_backward_triton import add_up

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchcaps.fused.launch_triton import launched
 from torchcaps.fused.rows_triton import FEW, NUMBERS, cut_rows, rows_at
-from torchcaps.ops.ahead_triton import launched
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from torchcaps.ops.ahead_triton import launched
+from torchcaps.fused.launch_triton import launched
 
 
 class Tile(NamedTuple):

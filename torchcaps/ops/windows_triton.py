@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcaps.ops.ahead_triton import launched
+from torchcaps.fused.launch_triton import launched
 from torchcaps.ops.plan_triton import Plan
 from torchcaps.ops.votes_triton import unknown
 from torchcaps.ops.windows import Window
