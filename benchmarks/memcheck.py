@@ -1,8 +1,9 @@
 """Every kernel's tests under a memory checker: python -m benchmarks.memcheck [FILE ...] [--at-once 4] [--limit 600]
 
 compute-sanitizer, which comes with CUDA, looks at every access of every kernel, and PyTorch gives each tensor memory of
-its own, so that one past the end is seen. It needs a GPU. What it found is printed and written to --out, file by file;
-it ends with 1 where there is an error, a test fails or a file has not been finished.
+its own, so that one past the end is seen. It needs a GPU. What it found is printed and written to --out as it comes,
+some tests of a file at a time; files that stand there without an error, of this commit and machine, are passed over. It
+ends with 1 where there is an error, a test fails or a file has not been finished.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.measuring import machine
+from torchcaps.data.errors import write_whole
 from torchcaps.results import source
 
 CHECKER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 TESTS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-m", "triton", "-k", "not graph")  # which cannot be recorded so
+PART = 40  # tests
 COMPILING = "test_ahead_triton.py"  # of kernels, which run nowhere in it
 
 
@@ -37,9 +39,21 @@ def files() -> list[str]:
     return sorted(str(path) for path in found if path.name != COMPILING)
 
 
-def check(file: str, limit: float) -> dict[str, Any]:
+def parts(of: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The tests of these files, cut into parts that take minutes."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", *TESTS, "--collect-only", *of], capture_output=True, text=True, check=True
+    )
+    tests: dict[str, list[str]] = {file: [] for file in of}
+    for line in listed.stdout.splitlines():
+        if "::" in line:
+            tests[line.partition("::")[0]].append(line)
+    return [(file, found[n : n + PART]) for file, found in tests.items() for n in range(0, len(found), PART)]
+
+
+def check(file: str, tests: Sequence[str], limit: float) -> dict[str, Any]:
     with subprocess.Popen(
-        [*CHECKER, sys.executable, "-m", "pytest", *TESTS, file],
+        [*CHECKER, sys.executable, "-m", "pytest", *TESTS, *tests],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -52,7 +66,6 @@ def check(file: str, limit: float) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)  # the tests too, which would go on without their checker
             said, ended = process.communicate()[0], False
     row = {"file": file, "ended": ended, **reading(said)}
-    print(in_words(row), flush=True)
     if not right(row):
         print("\n".join(said.splitlines()[-20:]), flush=True)
     return row
@@ -80,25 +93,45 @@ def in_words(row: dict[str, Any]) -> str:
     return f"{row['file']}: {row['passed']} tests passed, {row['failed']} failed, {row['errors']} errors"
 
 
+def together(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A file by its parts; what one of them has not said, the file has not."""
+
+    def total(name: str) -> int | None:
+        counts = [row[name] for row in rows]
+        return None if None in counts else sum(counts)
+
+    counts = {name: total(name) for name in ("errors", "passed", "failed")}
+    return {"file": rows[0]["file"], "ended": all(row["ended"] for row in rows), **counts}
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="tests, if not all of kernels")
-    parser.add_argument("--at-once", type=int, default=4, help="files")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a file")
+    parser.add_argument("--at-once", type=int, default=4, help="parts of files")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each")
     parser.add_argument("--out", type=Path, default=Path("runs/memcheck.json"))
     arguments = parser.parse_args(given)
     if not torch.cuda.is_available():
         parser.error("there is no GPU whose memory could be checked")
     if shutil.which(CHECKER[0]) is None:
         parser.error(f"there is no {CHECKER[0]} on the path; it comes with CUDA")
+    found = {"machine": machine(torch.device("cuda")), "date": str(date.today()), "commit": source()[0]}
+    wanted, rows = arguments.files or files(), {}
+    if arguments.out.exists():
+        before = json.loads(arguments.out.read_text())
+        if all(before[name] == found[name] for name in ("machine", "commit")):
+            rows = {row["file"]: row for row in before["files"] if right(row)}
+    cut = parts([file for file in wanted if file not in rows])
+    coming: dict[str, list[Any]] = {}
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        rows = list(pool.map(partial(check, limit=arguments.limit), arguments.files or files()))
-    found = {"machine": machine(torch.device("cuda")), "date": str(date.today()), "commit": source()[0], "files": rows}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    part = arguments.out.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1))
-    part.rename(arguments.out)
-    return 0 if all(map(right, rows)) else 1
+        for file, tests in cut:
+            coming.setdefault(file, []).append(pool.submit(check, file, tests, arguments.limit))
+        for file, futures in coming.items():
+            rows[file] = together([future.result() for future in futures])
+            print(in_words(rows[file]), flush=True)
+            with write_whole(arguments.out) as place:
+                place.write_text(json.dumps(found | {"files": list(rows.values())}, indent=1))
+    return 0 if all(file in rows and right(rows[file]) for file in wanted) else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What the memory checker's program makes of what it is told; the checker itself needs a GPU."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,32 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
         memcheck.main([])
     assert stop.value.code == 2
     assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_files_in_parts_and_only_what_is_left(tmp_path, monkeypatch, capsys):
+    """By a checker that looks at nothing and, in the first call, does not speak of one part."""
+    checker = tmp_path / "checker.py"
+    checker.write_text(
+        "import subprocess, sys\n"
+        "subprocess.run(sys.argv[1:])\n"
+        "if not any('quiet' in word for word in sys.argv):\n"
+        "    print('ERROR SUMMARY: 0 errors')\n"
+    )
+    for name, tests in {"test_one.py": ["a", "b", "c"], "test_two.py": ["d", "quiet"]}.items():
+        (tmp_path / name).write_text("".join(f"def test_{test}(): pass\n" for test in tests))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(memcheck, "machine", lambda device: "a GPU")
+    monkeypatch.setattr(memcheck, "source", lambda: ("abc", False))
+    monkeypatch.setattr(memcheck, "CHECKER", (sys.executable, str(checker)))
+    monkeypatch.setattr(memcheck, "TESTS", ("-p", "no:cacheprovider", "-q"))
+    monkeypatch.setattr(memcheck, "PART", 2)
+    assert memcheck.main(["test_one.py", "test_two.py", "--out", "found.json"]) == 1
+    one, two = json.loads(Path("found.json").read_text())["files"]
+    assert one == {"file": "test_one.py", "ended": True, "errors": 0, "passed": 3, "failed": 0}
+    assert two == {"file": "test_two.py", "ended": True, "errors": None, "passed": 2, "failed": 0}
+    checker.write_text(checker.read_text().replace("quiet", "nothing"))
+    capsys.readouterr()
+    assert memcheck.main(["test_one.py", "test_two.py", "--out", "found.json"]) == 0
+    assert capsys.readouterr().out == "test_two.py: 2 tests passed, 0 failed, 0 errors\n"
+    assert len(json.loads(Path("found.json").read_text())["files"]) == 2
