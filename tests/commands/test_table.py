@@ -8,7 +8,8 @@ import pytest
 from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.results import append, read
-from torchcaps.results.tables import BEGIN, END, disagreement, update_readme
+from torchcaps.results.readme import BEGIN, END, update_readme
+from torchcaps.results.tables import disagreement
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +94,8 @@ def test_the_readme_section_is_rendered_and_checked(capsys, place, tmp_path):
     assert main(words) == 0
     assert capsys.readouterr().out == f"{readme} has 2 results\n"
     text = readme.read_text()
-    assert "### Efficient-CapsNet in three minutes" in text
+    assert "| **Other rows that were run** |" in text
+    assert "| quick:digits | accuracy % |" in text
     assert text.endswith(f"{END}\n\nmore\n")
     assert main([*words, "--check"]) == 0
     assert main(words) == 0

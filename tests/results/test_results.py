@@ -20,7 +20,7 @@ from torchcaps.evaluate import Predictions, figures
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, ledger, read, thinned
 from torchcaps.results.notes import assumed, held_out, remarks
-from torchcaps.results.tables import BEGIN, END, disagreement, render, render_readme_section, update_readme, variation
+from torchcaps.results.tables import disagreement, render, variation
 
 BASE = Recipe(
     "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
@@ -332,10 +332,6 @@ def test_an_ensemble_goes_to_the_row_that_counts_it():
     assert shown == ["three (1)", "together (1) (2)", "an ensemble of 3 (3)"]
     assert render(first, lines).count("0.110") == 1
     assert next(line for line in render(other, lines).splitlines() if line.startswith("pair")).split()[-6] == "0.110"
-    assert "### Other" in render_readme_section(lines, [first, other])
-    assert "### Other" not in render_readme_section(lines[:1], [first, other])
-    assert "| three" in render_readme_section(lines[:1], [first, other])
-    assert "| together" not in render_readme_section(lines[:1], [first, other])
     changed = result(error=0.0011, members=("a", "b"), recipe=replace(BASE, lr=0.5))
     for table in (first, other):
         assert "lr = 0.5" in render(table, [changed])
@@ -436,24 +432,7 @@ def test_unknown_tables_and_formats_are_refused_with_what_there_is():
         render(FIRST, [], "pdf")
 
 
-def test_the_readme_section_follows_the_results():
-    readme = f"# A\n\n{BEGIN}\nold\n{END}\n\nmore\n"
-    lines, tables = SECOND_RESULTS, [FIRST, SECOND]
-    updated = update_readme(readme, lines, tables)
-    assert disagreement(readme, updated) == r"line 4 is 'old\n', but the results give '\n'"
-    assert SECOND_MARKDOWN in updated
-    assert "First" not in updated
-    assert updated.startswith("# A\n\n")
-    assert updated.endswith("\n\nmore\n")
-    assert disagreement(updated, updated) == ""
-    last = len(updated.splitlines())
-    assert disagreement(updated, updated[:-1]) == rf"line {last} is 'more\n', but the results give 'more'"
-    assert update_readme(updated, lines, tables) == updated
-    assert "0.04" not in updated
-    spoilt = updated.replace("94.50", "94.60")
-    assert "94.60" in disagreement(spoilt, update_readme(spoilt, lines, tables))
-    assert "94.50" in disagreement(updated, update_readme(updated, lines[1:], tables))
-    assert "Nothing has been run yet" in render_readme_section([])
-    for bad in ("", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
-        with pytest.raises(ValueError, match="once each"):
-            update_readme(bad, [])
+def test_where_two_texts_part():
+    assert disagreement("a\nold\n", "a\nnew\n") == r"line 2 is 'old\n', but the results give 'new\n'"
+    assert disagreement("a\nmore\n", "a\nmore") == r"line 2 is 'more\n', but the results give 'more'"
+    assert disagreement("a\n", "a\n") == ""

@@ -15,6 +15,7 @@ from torchcaps.commands.words import OWN, metric_name
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result, again, read, tables
 from torchcaps.results.page import render_page
+from torchcaps.results.readme import update_readme
 from torchcaps.train import checkpoint
 
 WIDE = 200  # columns where there is no terminal to ask
@@ -46,7 +47,7 @@ def print_table(
         check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
     if readme:
-        _render_into(Path(readme), results, check, tables.update_readme)
+        _render_into(Path(readme), results, check, update_readme)
     if page:
         _render_into(Path(page), results, check, lambda text, lines: render_page(lines, text), new=True)
     if readme or page:

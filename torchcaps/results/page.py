@@ -46,10 +46,10 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
     """The whole page; what `old` has between its reading markers stays."""
     sections = [*(GROUPS if groups is None else groups)]
     if groups is None:
-        sections += [_ours(), _others(results)]
+        sections += [ours(), others(results)]
     keys = ["all", *(group.key for group in sections if group.entries)]
     readings = _readings(old, keys)
-    claimed = _claimed(results, [entry for group in sections for entry in group.entries])
+    claimed = claimed_by(results, [entry for group in sections for entry in group.entries])
     parts = ["# Results", INTRODUCTION, f"## Reading\n\n{_reading('all', readings)}"]
     for group in sections:
         if group.entries:
@@ -60,12 +60,12 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
 
 def not_run(results: Iterable[Result]) -> list[tuple[Group, Entry]]:
     """What the page has no figure for, in its order."""
-    sections = (*GROUPS, _ours())
-    claimed = _claimed(results, [entry for group in sections for entry in group.entries])
+    sections = (*GROUPS, ours())
+    claimed = claimed_by(results, [entry for group in sections for entry in group.entries])
     return [(group, entry) for group in sections for entry in group.entries if not claimed[id(entry)]]
 
 
-def _ours() -> Group:
+def ours() -> Group:
     rows = recipes.tables()["ours"].ROWS
     entries = tuple(
         Entry(name, f"ours:{name}", metrics=BOTH if recipe.metric in BOTH else ()) for name, recipe in rows.items()
@@ -73,15 +73,15 @@ def _ours() -> Group:
     return Group("ours", "Our own rows", entries)
 
 
-def _others(results: Iterable[Result]) -> Group:
+def others(results: Iterable[Result]) -> Group:
     """Rows of the papers' tables that no group names, where they have been run."""
-    named = {entry.row for group in (*GROUPS, _ours()) for entry in group.entries}
+    named = {entry.row for group in (*GROUPS, ours()) for entry in group.entries}
     known = set(recipes.names())
     found = sorted({f"{result.table}:{result.row}" for result in results} & known - named)
     return Group("others", "Other rows that were run", tuple(Entry(name, name) for name in found))
 
 
-def _claimed(results: Iterable[Result], entries: Sequence[Entry]) -> dict[int, list[Result]]:
+def claimed_by(results: Iterable[Result], entries: Sequence[Entry]) -> dict[int, list[Result]]:
     """The runs of each entry, by its id: of those whose settings a run has, the one that asks for most has it."""
     found: dict[int, list[Result]] = {id(entry): [] for entry in entries}
     for result in sorted(results, key=lambda result: result.finished):
@@ -111,7 +111,7 @@ def _table(group: Group, claimed: Mapping[int, list[Result]]) -> str:
     sides = ["---:" if heading in RIGHT else "---" for heading in HEADINGS]
     lines = [f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
     for entry in group.entries:
-        for cells, said in _lines(entry, claimed[id(entry)]):
+        for cells, said in lines_of(entry, claimed[id(entry)]):
             numbers = [_number(notes, text) for text in said]
             first = cells[0] + "".join(f" ({number})" for number in numbers)
             lines.append(f"| {' | '.join(escaped(cell) for cell in (first, *cells[1:]))} |")
@@ -125,7 +125,7 @@ def _number(notes: list[str], text: str) -> int:
     return 1 + notes.index(text)
 
 
-def _lines(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
+def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
     """One for all runs with the same settings and epochs, each with what it has to note."""
     recipe = _recipe(entry)
     groups: dict[tuple[str, int], list[Result]] = {}
@@ -138,7 +138,9 @@ def _lines(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], l
     printed = entry.printed or recipe.reported or "-"
     said = [text for text in (assumed(recipe), recipe.note) if text]
     lines: list[tuple[tuple[str, ...], list[str]]] = []
-    for (how, _), found in sorted(groups.items(), key=lambda group: (group[0][0] != "", -group[0][1], group[0][0])):
+    for (how, _), found in sorted(
+        groups.items(), key=lambda group: (group[0][0] != "", -group[0][1], -len(group[1]), group[0][0])
+    ):
         runs, earlier = latest(found)
         older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"
         how = ", ".join(filter(None, (how, older)))

@@ -23,9 +23,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
+    """A section of the page; of a `long` one the README has nothing."""
+
     key: str
     title: str
     entries: tuple[Entry, ...]
+    long: bool = False
 
 
 BOTH = ("exact_match_error", "per_digit_error")
@@ -142,6 +145,7 @@ GROUPS = (
             for word, row in ROUTINGS.items()
             for n in range(1, 6)
         ),
+        long=True,
     ),
     Group(
         "11",

@@ -17,7 +17,6 @@ from torchcaps.results.notes import assumed, latest, remarks, word
 from torchcaps.results.sheet import FORMATS, Line, Sheet
 from torchcaps.shorten import MOVED, is_shortened
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
 LEGEND = "Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set."
@@ -50,20 +49,6 @@ def find(table: str) -> Any:
     return known[table]
 
 
-def render_readme_section(results: Sequence[Result], tables: Iterable[Any] | None = None) -> str:
-    """The rows of which something has been run, in their tables, between two markers."""
-    tables = recipes.tables().values() if tables is None else tables
-    ran = [table for table in tables if any(_by_row(table, results).values())]
-    parts = [FORMATS["markdown"](_sheet(table, list(results), everything=False)) for table in ran]
-    return "\n".join([BEGIN, "", *(parts or ["Nothing has been run yet.\n"]), END])
-
-
-def update_readme(text: str, results: Sequence[Result], tables: Iterable[Any] | None = None) -> str:
-    """The text with its results section as the results have it."""
-    before, after = _around(text)
-    return before + render_readme_section(results, tables) + after
-
-
 def disagreement(text: str, wanted: str) -> str:
     """Empty where a text is as the results have it, else a sentence with the first line that is not."""
     there, made = text.splitlines(keepends=True), wanted.splitlines(keepends=True)
@@ -73,20 +58,10 @@ def disagreement(text: str, wanted: str) -> str:
     return ""
 
 
-def _around(text: str) -> tuple[str, str]:
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before + after:
-        raise ValueError(f"the README needs {BEGIN!r} and {END!r}, once each and in this order, around its results")
-    return before, after
-
-
-def _sheet(table: Any, results: list[Result], everything: bool = True) -> Sheet:
+def _sheet(table: Any, results: list[Result]) -> Sheet:
     found, sheet = _by_row(table, results), Sheet(table.TITLE)
     sheet.legend = LEGEND if any(found.values()) else ""
     for row, recipe in table.ROWS.items():
-        if not (everything or found[row]):
-            continue
         groups: dict[str, list[Result]] = {}
         for result in found[row]:
             groups.setdefault(variation(recipe, result), []).append(result)
@@ -101,7 +76,7 @@ def _sheet(table: Any, results: list[Result], everything: bool = True) -> Sheet:
             said = [sheet.note(text) for text in remarks(runs, replaced(recipe.metric, before))]
             label += ", shortened" * (runs[0].shortened or fewer_images(recipe, runs[0]))
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
-    for row, printed in getattr(table, "CITED", {}).items() if everything else ():
+    for row, printed in getattr(table, "CITED", {}).items():
         sheet.lines.append(Line((row, "", str(printed), "cited", "", "", "", ""), kind="cited"))
     strangers = sorted(found.keys() - table.ROWS.keys())
     if strangers:
