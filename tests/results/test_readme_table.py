@@ -17,14 +17,18 @@ def test_one_line_for_a_row():
     short = [result(EFFICIENT, error=0.005, epochs=10, changes={"epochs": 10, "precision": "bf16"})]
     longer = [result(EFFICIENT, error=0.004, epochs=30, changes={"epochs": 30, "precision": "bf16"})]
     whole = [result(EFFICIENT, error=error, seed=seed) for seed, error in enumerate((0.002, 0.003))]
-    title = "| **Efficient-CapsNet on MNIST (Mazzia, tables 2 and 3)** | | | | | |"
-    assert lines(short) == [title, "| Efficient-CapsNet | error % | 0.26 ± 0.0002 | 0.500 | 1 | 10 of 100, shortened |"]
+    title = "| **Efficient-CapsNet on MNIST (Mazzia, tables 2 and 3)** | | | | | | |"
+    assert lines(short) == [
+        title,
+        "| Efficient-CapsNet | error % | 0.26 ± 0.0002 | 0.500 | 1 | 10 of 100, shortened | 90 s on NVIDIA H200 |",
+    ]
     assert (
-        lines(short + longer)[1] == "| Efficient-CapsNet | error % | 0.26 ± 0.0002 | 0.400 | 1 | 30 of 100, shortened |"
+        lines(short + longer)[1]
+        == "| Efficient-CapsNet | error % | 0.26 ± 0.0002 | 0.400 | 1 | 30 of 100, shortened | 90 s on NVIDIA H200 |"
     )
     assert lines(short + longer + whole) == [
         title,
-        "| Efficient-CapsNet | error % | 0.26 ± 0.0002 | 0.250 ± 0.071 | 2 | 100 |",
+        "| Efficient-CapsNet | error % | 0.26 ± 0.0002 | 0.250 ± 0.071 | 2 | 100 | 90 s on NVIDIA H200 |",
     ]
 
 

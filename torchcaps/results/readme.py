@@ -10,7 +10,7 @@ from torchcaps.results.plan import GROUPS, Group
 from torchcaps.results.sheet import escaped
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-HEAD = "| | metric | paper | ours | n | epochs |\n| --- | --- | ---: | ---: | ---: | --- |"
+HEAD = "| | metric | paper | ours | n | epochs | a run took |\n| --- | --- | ---: | ---: | ---: | --- | --- |"
 
 
 def render_readme_section(results: Sequence[Result], groups: Iterable[Group] | None = None) -> str:
@@ -20,10 +20,10 @@ def render_readme_section(results: Sequence[Result], groups: Iterable[Group] | N
     lines = []
     for group in groups:
         ran = [entry for entry in group.entries if claimed[id(entry)] and not group.long]
-        lines += [f"| **{escaped(group.title)}** | | | | | |"] * bool(ran)
+        lines += [f"| **{escaped(group.title)}** | | | | | | |"] * bool(ran)
         for entry in ran:
-            (_, metric, printed, found, n, _, epochs, *_), _ = lines_of(entry, claimed[id(entry)])[0]
-            lines.append(f"| {' | '.join(map(escaped, (entry.label, metric, printed, found, n, epochs)))} |")
+            (_, metric, printed, found, n, _, epochs, took, _), _ = lines_of(entry, claimed[id(entry)])[0]
+            lines.append(f"| {' | '.join(map(escaped, (entry.label, metric, printed, found, n, epochs, took)))} |")
     return "\n".join([BEGIN, "", *([HEAD, *lines] if lines else ["Nothing has been run yet."]), "", END])
 
 
