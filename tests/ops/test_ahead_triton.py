@@ -159,6 +159,7 @@ CASES = {
     "inverted_cifar10, channels last": lambda: inverted_cifar10(memory_format=torch.channels_last),
     "inverted_cifar10, autocast": lambda: inverted_cifar10(autocast=True),
     "inverted_cifar10, within each layer": lambda: inverted_cifar10(concurrent=False, iterations=3),
+    "inverted_cifar10, active": lambda: inverted_cifar10(activations=True),
     "dynamic_cifar10": lambda: network("dynamic_cifar10", backbone="simple"),
     "encapnet6_cifar10": lambda: network("encapnet6_cifar10", memory_format=torch.channels_last, images=2),
     "encapnet6_cifar10, autocast": lambda: network(

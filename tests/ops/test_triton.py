@@ -13,7 +13,7 @@ import torch
 from tests.fused.conftest import unwritten_is_nan  # noqa: F401
 from tests.fused.kernels import DEVICE, OPT_IN, on
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients, outputs_and_gradients
-from torchcaps.ops import Votes, Window, agreement_step, backend, em_step, gaussian_fit
+from torchcaps.ops import Votes, Window, agreement_fit, agreement_step, backend, em_step, gaussian_fit
 from torchcaps.routing.dynamic import dynamic_routing
 from torchcaps.routing.em import em_routing
 from torchcaps.routing.inverted_attention import inverted_attention
@@ -272,6 +272,43 @@ def test_given_weights(case, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
+def agreeing(window):
+    def run(poses, weight, activations, *parents):
+        votes = Votes(poses, weight, window)
+        return agreement_fit(votes, activations, *parents, scale=votes.dim**-0.5)[:3]
+
+    return run
+
+
+def agreeing_inputs(case):
+    """Poses, weight, activations and parents; votes are about 1, as in a network, and no child has a parent alone."""
+    window, (poses, weight, parents) = drawn(case)
+    votes = Votes(poses, weight, window)
+    activations = 0.1 + torch.rand(*votes.lead, votes.in_caps, device=DEVICE)
+    return window, [poses, weight / weight.shape[1] ** 0.5, activations, parents]
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_agreement_with_activations(case, monkeypatch):
+    window, inputs = agreeing_inputs(case)
+    function = agreeing(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "many parents", "overlapping"])
+def test_first_agreement_with_activations(case, monkeypatch):
+    window, inputs = agreeing_inputs(case)
+    function = agreeing(window)
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs[:3], torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "windows"])
+def test_agreement_with_activations_in_tf32(case, tf32, monkeypatch):
+    window, inputs = agreeing_inputs(case)
+    function = agreeing(window)
+    assert_as_accurate(fused(function, monkeypatch), in_tf32(function, monkeypatch), inputs, torch.float32)
+
+
 @pytest.mark.parametrize("case", ["matrices", "windows"])
 def test_em_in_tf32(case, tf32, monkeypatch):
     window, inputs = em_inputs(case)
@@ -285,10 +322,19 @@ def em_poses(votes, parents):
     return capsules.poses * capsules.activations[..., None]
 
 
+def active_poses(votes, parents):
+    """Ablation C of Tsai et al., children and parents with activations."""
+    betas = torch.linspace(-1, 1, 2 * votes.parents, dtype=parents.dtype, device=DEVICE).view(2, -1)
+    active = torch.linspace(0.2, 1, votes.in_caps, dtype=parents.dtype, device=DEVICE).expand(*votes.lead, -1)
+    capsules = inverted_attention(votes, parents, activations=active, betas=tuple(betas))
+    return capsules.poses * capsules.activations[..., None]
+
+
 ROUTINGS = {
     "dynamic": lambda v, parents: dynamic_routing(v, 3).poses,
     "dynamic, held": lambda v, parents: dynamic_routing(v, 3, detach_inner=True).poses,
     "inverted": lambda v, parents: inverted_attention(v, parents).poses,
+    "inverted, active": active_poses,
     "self-attention": lambda v, parents: self_attention_routing(v).poses,
     "em": em_poses,
 }

@@ -2,7 +2,7 @@
 
 from torchcaps.ops.agreement import agreement_step
 from torchcaps.ops.backend import backend
-from torchcaps.ops.em import em_step, gaussian_fit, gaussian_log_density
+from torchcaps.ops.em import agreement_fit, em_step, gaussian_fit, gaussian_log_density
 from torchcaps.ops.precision import in_full_precision
 from torchcaps.ops.votes import Votes, vote_budget
 from torchcaps.ops.windows import Window
@@ -10,6 +10,7 @@ from torchcaps.ops.windows import Window
 __all__ = [
     "Votes",
     "Window",
+    "agreement_fit",
     "agreement_step",
     "backend",
     "em_step",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.ops import em_cpu
+from torchcaps.ops.agreement import agreement_step
 from torchcaps.ops.backend import runs_fused, runs_in_cache
 from torchcaps.ops.votes import Votes, mix
 
@@ -44,6 +45,25 @@ def em_step(
     coupling = (logits - total[..., None]).exp()
     weights = coupling if activations is None else coupling * activations[..., None]
     return *gaussian_fit(votes, weights), coupling
+
+
+def agreement_fit(
+    votes: Votes | Tensor, activations: Tensor | None = None, parents: Tensor | None = None, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The agreement step with children that weigh as much as they are active, and the fit to votes so weighted.
+
+    Shapes: votes [..., i, j, d], activations [..., i], parents [..., j, d]
+        -> mass [..., j], mixture [..., j, d], variance [..., j, d], coupling [..., i, j] or None from kernels
+    """
+    votes = Votes.of(votes)
+    if runs_fused(votes):
+        from torchcaps.ops.em_triton import fused_agreement_fit
+
+        return *fused_agreement_fit(votes, activations, parents, scale), None
+    _, coupling = agreement_step(votes, parents, scale=scale, coupling=True)
+    assert coupling is not None
+    mass, mean, variance = gaussian_fit(votes, coupling if activations is None else coupling * activations[..., None])
+    return mass, mass.clamp(min=1e-7)[..., None] * mean, variance, coupling
 
 
 def gaussian_fit(votes: Votes | Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,15 +10,19 @@ import triton.language as tl
 
 from torchcaps.fused.launch_triton import launched
 from torchcaps.ops.em_forward_triton import (
+    AGREED,
     FITTED,
     GIVEN,
-    from_centre,
+    likeness,
     load_centre,
     load_gates,
     load_parents,
+    load_score,
+    logits_of,
     no_entries,
     pairs_of,
     times,
+    vote_and_rest,
 )
 from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient
 from torchcaps.ops.votes_triton import (
@@ -40,7 +44,7 @@ from torchcaps.ops.votes_triton import (
 @triton.jit
 def em_backward_gather(
     poses, weight, offset, centre, precision, score, log_total, d_mass, d_first, d_second, d_gates, per_split, S,
-    T: tl.constexpr, ATOMIC_POSES: tl.constexpr,
+    T: tl.constexpr, KIND: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
     """For each child, the gradient of its gate from a block of parents. Shapes: d_gates [blocks or 1, n, i]"""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
@@ -50,17 +54,17 @@ def em_backward_gather(
         d_gates += tl.program_id(2).to(tl.int64) * S.N * S.I
     middle, sharp = load_centre(centre, n, j, S, T), load_rows(precision, n, j, S, T)
     d_once, d_twice = load_rows(d_first, n, j, S, T), load_rows(d_second, n, j, S, T)
-    known, d_zeroth = load_parents(score, n, j, float("-inf"), S, T), load_parents(d_mass, n, j, 0.0, S, T)
+    known, d_zeroth = load_score(score, n, j, S, T, KIND), load_parents(d_mass, n, j, 0.0, S, T)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
-        squares, slopes = no_entries(T), no_entries(T)
+        likenesses, slopes = no_entries(T), no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
-            squares += x * x * sharp[m]
+            vote, x = vote_and_rest(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T, KIND)
+            likenesses += likeness(vote, sharp[m], KIND)
             slopes += x * (d_once[m] + x * d_twice[m])
         d_share = over_entries(slopes) + d_zeroth
-        coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
+        coupling = tl.exp(logits_of(known, likenesses, KIND) - load_gates(log_total, n, i, float("inf"), S, T))
         at, there = children_of(n, i, S, T)
         add_up(d_gates + at, over_parents(coupling * d_share), there, ATOMIC_POSES)
 
@@ -72,7 +76,7 @@ def em_backward(
     d_weight, d_offset, d_gates, d_mean, d_precision, d_score, nothing, per_split, S, T: tl.constexpr,
     KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
-    """Makes the votes again. A log density's gradient weights votes and squares, summed in d_mean and d_precision."""
+    """Makes the votes again. A logit's gradient weights votes and squares, summed in d_mean and d_precision."""
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
@@ -87,16 +91,16 @@ def em_backward(
     if SQUARES:
         d_twice = load_rows(d_second, n, j, S, T)
         d_zeroth = load_parents(d_mass, n, j, 0.0, S, T)
-    if KIND == FITTED:
+    if KIND >= FITTED:
         sharp = load_rows(precision, n, j, S, T)
-        known = load_parents(score, n, j, float("-inf"), S, T)
+        known = load_score(score, n, j, S, T, KIND)
         d_twice = times(d_twice, 2.0, T)
     once, twice = no_rows(T), no_rows(T)
     zeroth = tl.zeros((T.JB, T.BN, T.JL), dtype=tl.float32)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
-        again = nothing * zeroth[:, :, None, None, :, None] if KIND == FITTED else None
+        again = nothing * zeroth[:, :, None, None, :, None] if KIND >= FITTED else None
         if KIND == GIVEN:
             pair, paired = pairs_of(n, i, j, S, T)
             share = tl.load(gates + pair, mask=paired, other=0.0)
@@ -104,16 +108,15 @@ def em_backward(
             share = load_gates(gates, n, i, 0.0, S, T)
         share = tl.broadcast_to(share, (T.JB, T.BN, T.C, T.JL))
         slopes = no_entries(T)
-        if KIND == FITTED:
-            squares, bends = no_entries(T), no_entries(T)
+        if KIND >= FITTED:
+            likenesses, bends = no_entries(T), no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
-                square = x * x
-                squares += square * sharp[m]
-                bends += square * d_twice[m]
+                vote, x = vote_and_rest(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T, KIND)
+                likenesses += likeness(vote, sharp[m], KIND)
+                bends += x * x * d_twice[m]
                 slopes += x * d_once[m]
             d_share = over_entries(slopes + 0.5 * bends) + d_zeroth
-            coupling = tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
+            coupling = tl.exp(logits_of(known, likenesses, KIND) - load_gates(log_total, n, i, float("inf"), S, T))
             d_logit = coupling * (share * d_share - load_gates(total, n, i, 0.0, S, T))
             share *= coupling
             zeroth += tl.sum(d_logit, 2)
@@ -122,8 +125,8 @@ def em_backward(
         for top in tl.static_range(0, T.M, T.G):
             grads = ()
             for m in tl.static_range(top, top + T.G):
-                x = from_centre(children[m], w, middle[m], offset, again, i, j, unknown(m), S, T)
-                if KIND == FITTED:
+                vote, x = vote_and_rest(children[m], w, middle[m], offset, again, i, j, unknown(m), S, T, KIND)
+                if KIND >= FITTED:
                     grad = to_entries(share) * (d_once[m] + x * d_twice[m])
                 elif SQUARES:
                     slope = d_once[m] + x * d_twice[m]
@@ -131,18 +134,23 @@ def em_backward(
                 else:
                     slope = tl.broadcast_to(d_once[m], x.shape)
                     grad = to_entries(share) * slope
-                if KIND == FITTED:
-                    weighted = to_entries(d_logit) * x
+                if KIND >= FITTED:
+                    weighted = to_entries(d_logit) * vote
                     new_once = new_once + (once[m] + tl.sum(weighted, 2),)
-                    new_twice = new_twice + (twice[m] + tl.sum(weighted * x, 2),)
-                    grad -= weighted * sharp[m]
+                    if KIND == FITTED:
+                        new_twice = new_twice + (twice[m] + tl.sum(weighted * vote, 2),)
+                        grad -= weighted * sharp[m]
+                    else:
+                        grad += to_entries(d_logit) * sharp[m]
                 else:
                     slopes += x * slope
                 grads = grads + (grad,)
             d_w = hand_down(grads, poses, w, d_w, d_poses, d_offset, n, i, j, unknown(top), S, T, ATOMIC, ATOMIC_POSES)
         store_weight_gradient(d_weight, d_w, i, j, S, T, ATOMIC)
-        if KIND == FITTED:
-            once, twice = new_once, new_twice
+        if KIND >= FITTED:
+            once = new_once
+            if KIND == FITTED:
+                twice = new_twice
         else:
             d_share = over_entries(slopes)
             if SQUARES:
@@ -163,3 +171,5 @@ def em_backward(
         store_rows(d_precision, times(twice, -0.5, T), split, n, j, S, T)
         at, there = parents_at(n, j, S, T)
         tl.store(d_score + split.to(tl.int64) * S.N * S.J + at, zeroth, mask=there)
+    if KIND == AGREED:
+        store_rows(d_precision, once, split, n, j, S, T)

@@ -27,8 +27,9 @@ from torchcaps.ops.votes_triton import (
     unknown,
 )
 
-# Where a child's shares come from: the same for every parent [n, i], one for each [n, i, j], or the Gaussians'.
-EVEN, GIVEN, FITTED = (tl.constexpr(x) for x in range(3))
+# Where a child's shares come from: the same for every parent [n, i], one for each [n, i, j], the Gaussians' densities,
+# or agreement with the parents, which stand in the place of precisions and have no score.
+EVEN, GIVEN, FITTED, AGREED = (tl.constexpr(x) for x in range(4))
 
 
 @triton.jit
@@ -45,6 +46,15 @@ def load_parents(x, n, j, other, S, T: tl.constexpr):
     """Shapes: x [n, j] -> [JB, BN, 1, JL]"""
     at, there = parents_at(n, j, S, T)
     return tl.load(x + at, mask=there, other=other)[:, :, None, :]
+
+
+@triton.jit
+def load_score(x, n, j, S, T: tl.constexpr, KIND: tl.constexpr):
+    """Parents that are not there have no share in anything. Shapes: x [n, j] -> [JB, BN, 1, JL]"""
+    at, there = parents_at(n, j, S, T)
+    nobody = float("-inf")
+    score = tl.where(there, 0.0, nobody) if KIND == AGREED else tl.load(x + at, mask=there, other=nobody)
+    return score[:, :, None, :]
 
 
 @triton.jit
@@ -87,6 +97,35 @@ def from_centre(children, weight, centre, offset, nothing, i, j, m, S, T: tl.con
 
 
 @triton.jit
+def vote_and_rest(children, weight, centre, offset, nothing, i, j, m, S, T: tl.constexpr, KIND: tl.constexpr):
+    """Row m of the votes as logits are made of it, and what is left of it from the centre on."""
+    if KIND == AGREED:
+        vote = from_centre(children, weight, alone(0.0), offset, nothing, i, j, m, S, T)
+        rest = vote + centre
+    else:
+        rest = from_centre(children, weight, centre, offset, nothing, i, j, m, S, T)
+        vote = rest
+    return vote, rest
+
+
+@triton.jit
+def likeness(vote, sharp, KIND: tl.constexpr):
+    """What a row of votes adds to `logits_of`."""
+    if KIND == FITTED:
+        vote *= vote
+    return vote * sharp
+
+
+@triton.jit
+def logits_of(known, likenesses, KIND: tl.constexpr):
+    """Shapes: [JB, BN, 1, JL], [JB, BN, C, EH, JL, EL] -> [JB, BN, C, JL]"""
+    total = over_entries(likenesses)
+    if KIND == FITTED:
+        total *= -0.5
+    return known + total
+
+
+@triton.jit
 def no_entries(T: tl.constexpr):
     return tl.zeros((T.JB, T.BN, T.C, T.EH, T.JL, T.EL), dtype=tl.float32)
 
@@ -94,23 +133,26 @@ def no_entries(T: tl.constexpr):
 @launched
 @triton.jit
 def em_gather(
-    poses, weight, offset, centre, precision, score, gathered, per_split, S, T: tl.constexpr,
+    poses, weight, offset, centre, precision, score, gathered, per_split, S, T: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """For each child, the log of the sum over a block of parents of score x density. Shapes: gathered [blocks, n, i]"""
+    """For each child, the log of the sum over a block of parents of exp of their logits.
+
+    Shapes: gathered [blocks, n, i]
+    """
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
     gathered += tl.program_id(2).to(tl.int64) * S.N * S.I
     middle, sharp = load_centre(centre, n, j, S, T), load_rows(precision, n, j, S, T)
-    known = load_parents(score, n, j, float("-inf"), S, T)
+    known = load_score(score, n, j, S, T, KIND)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
-        squares = no_entries(T)
+        likenesses = no_entries(T)
         for m in tl.static_range(T.M):
-            x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
-            squares += x * x * sharp[m]
-        logits = known - 0.5 * over_entries(squares)
+            vote, _ = vote_and_rest(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T, KIND)
+            likenesses += likeness(vote, sharp[m], KIND)
+        logits = logits_of(known, likenesses, KIND)
         top = tl.max(tl.max(logits, 3), 0)
         at, there = children_of(n, i, S, T)
         top = tl.where(there, top, 0.0)
@@ -128,30 +170,30 @@ def em_forward(
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)
     middle = load_centre(centre, n, j, S, T)
-    if KIND == FITTED:
+    if KIND >= FITTED:
         sharp = load_rows(precision, n, j, S, T)
-        known = load_parents(score, n, j, float("-inf"), S, T)
+        known = load_score(score, n, j, S, T, KIND)
     zeroth = tl.zeros((T.JB, T.BN, T.JL), dtype=tl.float32)
     once, twice = no_rows(T), no_rows(T)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, S.I), T.C):
         w = load_weight(weight, i, j, S, T)
         children = load_children(poses, n, i, S, T)
-        again = nothing * zeroth[:, :, None, None, :, None] if KIND == FITTED else None
+        again = nothing * zeroth[:, :, None, None, :, None] if KIND >= FITTED else None
         if KIND == GIVEN:
             at, there = pairs_of(n, i, j, S, T)
             share = tl.load(gates + at, mask=there, other=0.0)
         else:
             share = load_gates(gates, n, i, 0.0, S, T)
         share = tl.broadcast_to(share, (T.JB, T.BN, T.C, T.JL))
-        if KIND == FITTED:
-            squares = no_entries(T)
+        if KIND >= FITTED:
+            likenesses = no_entries(T)
             for m in tl.static_range(T.M):
-                x = from_centre(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T)
-                squares += x * x * sharp[m]
-            share *= tl.exp(known - 0.5 * over_entries(squares) - load_gates(log_total, n, i, float("inf"), S, T))
+                vote, _ = vote_and_rest(children[m], w, middle[m], offset, None, i, j, unknown(m), S, T, KIND)
+                likenesses += likeness(vote, sharp[m], KIND)
+            share *= tl.exp(logits_of(known, likenesses, KIND) - load_gates(log_total, n, i, float("inf"), S, T))
         new_once, new_twice = (), ()
         for m in tl.static_range(T.M):
-            x = from_centre(children[m], w, middle[m], offset, again, i, j, unknown(m), S, T)
+            _, x = vote_and_rest(children[m], w, middle[m], offset, again, i, j, unknown(m), S, T, KIND)
             weighted = to_entries(share) * x
             new_once = new_once + (once[m] + tl.sum(weighted, 2),)
             if SQUARES:

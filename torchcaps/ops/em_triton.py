@@ -22,7 +22,7 @@ from torchcaps.ops.ahead_triton import rehearsed
 from torchcaps.ops.em_backward_triton import em_backward, em_backward_gather
 from torchcaps.ops.em_first_triton import first_gradients, without_votes
 from torchcaps.ops.em_fit_triton import fitted
-from torchcaps.ops.em_forward_triton import EVEN, FITTED, GIVEN, em_forward, em_gather
+from torchcaps.ops.em_forward_triton import AGREED, EVEN, FITTED, GIVEN, em_forward, em_gather
 from torchcaps.ops.plan_triton import (
     Plan,
     few_pairs,
@@ -41,6 +41,7 @@ from torchcaps.ops.votes_triton import Tile
 from torchcaps.ops.windows import Window
 from torchcaps.ops.windows_triton import fold_windows, shared_evenly, sum_over_windows
 
+SCORED = (FITTED.value, AGREED.value)
 FEWER = 16  # columns of a product where gradients of four rows are at hand too, in bfloat16: two children, not four
 PACKED_BYTES = 2**26  # of weights, as products take them; more are read as they are
 NARROW = 168  # registers of a thread with which a multiprocessor has room for three programs of four warps, not two
@@ -72,6 +73,20 @@ def fused_em_step(
     return _fit(votes, *_step(votes, activations, parents, competing))
 
 
+def fused_agreement_fit(
+    votes: Votes, activations: Tensor | None, parents: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `agreement_fit`."""
+    centre = _near_the_mean(votes)
+    gates = _gates(votes, activations)
+    if parents is None or votes.parents == 1:  # a lone parent has all of every vote
+        moments = _moments(votes, gates, centre, EVEN.value)
+    else:
+        moments = _moments(votes, gates, centre, AGREED.value, scale * parents.float())
+    mass, _, variance = _fit(votes, moments, centre)
+    return mass, summed(moments[1]).unflatten(0, votes.lead) + mass[..., None] * centre, variance
+
+
 @rehearsed
 def fused_em(
     votes: Votes,
@@ -100,13 +115,17 @@ def _step(
         parents: mean, precision and score of the step before, where score x density is the share before it is made
             to add up to 1; none means that all are equally responsible.
     """
-    if activations is None:
-        activations = torch.ones(*votes.lead, votes.in_caps, device=votes.device)
+    activations = _gates(votes, activations)
     if parents is None or (votes.parents == 1 and competing is None):  # a lone parent is responsible for every vote
         centre = _near_the_mean(votes)
         return _moments(votes, activations, centre, EVEN.value, competing=competing), centre
     mean, precision, score = parents
     return _moments(votes, activations, mean, FITTED.value, precision, score, competing), mean.detach()
+
+
+def _gates(votes: Votes, activations: Tensor | None) -> Tensor:
+    """Without activations all children are present. Shapes: -> [..., i]"""
+    return torch.ones(*votes.lead, votes.in_caps, device=votes.device) if activations is None else activations
 
 
 def _near_the_mean(votes: Votes) -> Tensor:
@@ -149,8 +168,8 @@ def _moments(
 class _Moments(torch.autograd.Function):
     """Sums of shares, votes and squares around a centre that counts as a constant in them.
 
-    The centre's gradient is that of the Gaussians' means only. Each sum comes in parts, one for each split of the
-    children, for whoever takes them to add up; so all parts have the same gradient.
+    The centre's gradient is that of the Gaussians' means only; of agreement it has none. Each sum comes in parts, one
+    for each split of the children, for whoever takes them to add up; so all parts have the same gradient.
     """
 
     @staticmethod
@@ -189,11 +208,11 @@ class _Moments(torch.autograd.Function):
         log_total = None
         if kind == EVEN.value:
             gates = shared_evenly(gates.view(1, n, i), cut, competing)
-        if kind == FITTED.value:
+        if kind in SCORED:
             gathered = new(blocks, n, i)
             em_gather[cut.grid](
-                poses, packed, or_(offset, gates), centre, precision, score, gathered, cut.per_split, cut.space,
-                cut.tile, **cut.options,
+                poses, packed, or_(offset, gates), centre, precision, or_(score, gates), gathered, cut.per_split,
+                cut.space, cut.tile, kind, **cut.options,
             )  # fmt: skip
             log_total = sum_over_windows(gathered, cut, competing)
         first = new(splits, n, j, votes.dim)
@@ -201,7 +220,7 @@ class _Moments(torch.autograd.Function):
         em_forward[cut.grid](
             poses, packed, or_(offset, gates), gates, centre, or_(precision, gates), or_(score, gates),
             or_(log_total, gates), mass, first, second, 0.0, cut.per_split, cut.space, _strict(votes, cut.tile), kind,
-            squares, **(_narrow(votes, cut) if kind == FITTED.value else cut.options),
+            squares, **(_narrow(votes, cut) if kind in SCORED else cut.options),
         )  # fmt: skip
         ctx.save_for_backward(poses, weight, packed, offset, gates, centre, precision, score, log_total)
         return (mass, first, second) if squares else (None, first, None)
@@ -229,20 +248,21 @@ class _Moments(torch.autograd.Function):
         d_weight = over_windows.new(*weight.shape)
         d_offset = None if offset is None else over_windows.new(*offset.shape)
         total, d_mean, d_precision, d_score = gates, gates, gates, gates
-        if ctx.kind == FITTED.value:
+        if ctx.kind in SCORED:
             d_gates = over_parents.new(n, i)
             em_backward_gather[cut.grid](
-                poses, packed, or_(offset, gates), centre, precision, score, log_total, d_mass, d_first, d_second,
-                d_gates, cut.per_split, cut.space, cut.tile, over_parents.atomic, **cut.options,
+                poses, packed, or_(offset, gates), centre, precision, or_(score, gates), log_total, d_mass, d_first,
+                d_second, d_gates, cut.per_split, cut.space, cut.tile, ctx.kind, over_parents.atomic, **cut.options,
             )  # fmt: skip
             total = sum_over_windows(d_gates, cut, ctx.competing, factor=gates)
         few = _plan(votes, wide=FEWER) if votes.products == torch.bfloat16 else cut
         if few.tile.PACKED and few.tile != cut.tile:
             packed = pack_weight(weight, few)
-        if ctx.kind == FITTED.value:
+        if ctx.kind in SCORED:
             splits = few.grid[1]
-            d_mean, d_precision = new(splits, n, j, votes.dim), new(splits, n, j, votes.dim)
-            d_score = new(splits, n, j)
+            d_precision = new(splits, n, j, votes.dim)
+            if ctx.kind == FITTED.value:
+                d_mean, d_score = new(splits, n, j, votes.dim), new(splits, n, j)
         elif ctx.kind == GIVEN.value:
             d_gates = new(n, i, j)
         else:  # each warp has parents of its own, and none waits for the others
@@ -264,8 +284,10 @@ class _Moments(torch.autograd.Function):
             None,
             None,
         ]
+        if ctx.kind in SCORED:
+            grads[5] = summed(d_precision)
         if ctx.kind == FITTED.value:
-            grads[4:] = [summed(d_mean), summed(d_precision), summed(d_score)]
+            grads[4], grads[6] = summed(d_mean), summed(d_score)
         return _like(grads, ctx.inputs)
 
 

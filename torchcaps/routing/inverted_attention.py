@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.functional import check_count, layer_norm, widen
-from torchcaps.ops import Votes, agreement_step, gaussian_fit, in_full_precision
+from torchcaps.ops import Votes, agreement_fit, agreement_step, in_full_precision
 from torchcaps.routing.em import VARIANCE_FLOOR, hinton_temperature, parent_logits
 from torchcaps.types import Capsules
 
@@ -40,17 +40,12 @@ def inverted_attention(
     """
     votes = Votes.of(votes)
     scale = votes.dim**-0.5 if scale is None else scale
-    wanted = activations is not None or betas is not None
-    mixture, coupling = agreement_step(votes, parents, scale=scale, coupling=wanted)
-    weights = coupling
-    if activations is not None:
-        assert coupling is not None
-        weights = coupling * activations[..., None]
-        mixture = votes.mixture(weights)
     above = None
+    if activations is None and betas is None:
+        mixture, coupling = agreement_step(votes, parents, scale=scale)
+    else:
+        mass, mixture, variance, coupling = agreement_fit(votes, activations, parents, scale=scale)
     if betas is not None:
-        assert weights is not None
-        mass, _, variance = gaussian_fit(votes, weights)
         beta_u, beta_a = (widen(beta) for beta in betas)
         above = parent_logits(mass, variance + VARIANCE_FLOOR, beta_u, beta_a, hinton_temperature(0)).sigmoid()
     if isinstance(norm, nn.LayerNorm):
@@ -70,6 +65,8 @@ class InvertedAttentionRouting(nn.Module):
         start: the parents before the first step: "zero", "random" (drawn anew at each call) or "learnt" (from zero).
         activations: parents have them too, by EM's M-step, and children's weigh their votes (ablation C).
     """
+
+    rehearses = True  # its kernels can be compiled before there is anything to route
 
     def __init__(
         self,
@@ -93,7 +90,6 @@ class InvertedAttentionRouting(nn.Module):
         self.start = nn.Parameter(torch.zeros(out_caps, out_dim)) if start == "learnt" else None
         self.beta_u = nn.Parameter(torch.zeros(out_caps)) if activations else None
         self.beta_a = nn.Parameter(torch.zeros(out_caps)) if activations else None
-        self.rehearses = not activations  # its kernels can be compiled before there is anything to route
 
     def forward(
         self, votes: Votes | Tensor, activations: Tensor | None = None, parents: Tensor | None = None
