@@ -484,6 +484,17 @@ def test_products_are_deep_enough_for_tensor_cores(case, low, wide):
     assert tile.JL * tile.EL == 8
 
 
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_both_plans_of_em_cut_parents_alike(case, products):
+    """One for the sums of each block of parents, one for the gradients that are added to them."""
+    from torchcaps.ops.em_triton import FEWER, _plan
+
+    window, (poses, weight, _) = drawn(case)
+    votes = Votes(poses, weight, window, products=products)
+    assert _plan(votes).grid[2] == _plan(votes, wide=FEWER).grid[2]
+
+
 def test_too_little_shared_memory(monkeypatch):
     from torchcaps.ops import plan_triton
 
