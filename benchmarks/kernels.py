@@ -126,6 +126,9 @@ def outcome(case: str, inputs: list[torch.Tensor], name: str) -> list[torch.Tens
     return [result.detach(), *torch.autograd.grad(result, inputs, projection.to(result.dtype))]
 
 
+VOTE = Votes._vote
+
+
 def to_tf32(x: torch.Tensor) -> torch.Tensor:
     return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if x.dtype == torch.float32 else x
 
@@ -143,26 +146,27 @@ class RoundedToTF32(torch.autograd.Function):
         return (grad if ctx.forth else to_tf32(grad.contiguous())), None
 
 
+def vote_in_tf32(
+    self: Votes, children: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None
+) -> torch.Tensor:
+    """`Votes._vote` with factors rounded to TF32, forth and back; PyTorch does so on some devices and shapes only."""
+    votes = VOTE(self, RoundedToTF32.apply(children, True), RoundedToTF32.apply(weight, True), None)
+    votes = RoundedToTF32.apply(votes, False)
+    if offset is None:
+        return votes
+    offset = offset.expand(len(weight), self.sharing, self.parents, self.dim)
+    return votes + offset.permute(2, 0, 1, 3).flatten(1, 2)
+
+
 def in_tf32(case: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outcome in plain PyTorch, with TF32 where the kernels have it: in the votes, forth and back."""
-    cast = Votes._vote
+    """The outcome in plain PyTorch, with TF32 where the kernels have it."""
     before = torch.get_float32_matmul_precision()
-
-    def rounded(self: Votes, children: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-        votes = cast(self, RoundedToTF32.apply(children, True), RoundedToTF32.apply(weight, True), None)
-        votes = RoundedToTF32.apply(votes, False)
-        if offset is None:
-            return votes
-        return votes + offset.expand(len(weight), self.sharing, self.parents, self.dim).permute(2, 0, 1, 3).flatten(
-            1, 2
-        )
-
-    Votes._vote = rounded  # type: ignore[method-assign]
+    Votes._vote = vote_in_tf32  # type: ignore[method-assign]
     torch.set_float32_matmul_precision("highest")
     try:
         return outcome(case, inputs, "torch")
     finally:
-        Votes._vote = cast  # type: ignore[method-assign]
+        Votes._vote = VOTE  # type: ignore[method-assign]
         torch.set_float32_matmul_precision(before)
 
 

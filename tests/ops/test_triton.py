@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.kernels import vote_in_tf32
 from tests.fused.conftest import unwritten_is_nan  # noqa: F401
 from tests.fused.kernels import DEVICE, OPT_IN, on
 from tests.helpers import assert_as_accurate, assert_equal_with_gradients, outputs_and_gradients
@@ -126,49 +127,12 @@ def test_half_precision(case, dtype, monkeypatch):
     assert_as_accurate(fused(rounded, monkeypatch), on("torch", rounded), inputs, dtype)
 
 
-def to_tf32(x):
-    return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if x.dtype == torch.float32 else x
-
-
-class RoundedToTF32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return to_tf32(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class WithGradientInTF32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return to_tf32(grad.contiguous())
-
-
 def in_tf32(function, monkeypatch):
-    """The function with votes whose products, and those of their gradients, have factors rounded to TF32.
-
-    This is what a GPU does where plain PyTorch runs in TF32, which it does not for every shape, and a CPU never.
-    """
-    cast = Votes._vote
-
-    def rounded(self, children, weight, offset):
-        votes = cast(self, RoundedToTF32.apply(children), RoundedToTF32.apply(weight), None)
-        votes = WithGradientInTF32.apply(votes)
-        if offset is None:
-            return votes
-        return votes + offset.expand(len(weight), self.sharing, self.parents, self.dim).permute(2, 0, 1, 3).flatten(
-            1, 2
-        )
+    """The function in plain PyTorch, with votes as a GPU has them in TF32."""
 
     def run(*inputs):
         with monkeypatch.context() as patch, backend("torch"):
-            patch.setattr(Votes, "_vote", rounded)
+            patch.setattr(Votes, "_vote", vote_in_tf32)
             return function(*inputs)
 
     return run

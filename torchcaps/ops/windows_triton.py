@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcaps.fused.launch_triton import launched
-from torchcaps.ops.plan_triton import Plan
+from torchcaps.ops.plan_triton import Plan, summed
 from torchcaps.ops.votes_triton import unknown
 from torchcaps.ops.windows import Window
 
@@ -115,7 +115,7 @@ def fold_windows(windows: Tensor, poses: Tensor, plan: Plan, window: Window | No
     Shapes: windows [blocks of parents, n, i, p], poses [b, i, p] or [b, c, p, h, w] -> as poses
     """
     if poses.dim() == 3:
-        return windows.sum(0) if len(windows) > 1 else windows[0]
+        return summed(windows)
     assert window is not None
     b, c, p, h, w = poses.shape
     folded = torch.empty(b, h, w, c, p, dtype=windows.dtype, device=poses.device)
