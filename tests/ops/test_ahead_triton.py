@@ -110,19 +110,20 @@ def chip(monkeypatch):
 
 @pytest.fixture
 def rehearsals(monkeypatch, chip):
-    """What stood in the cache after each rehearsal that launched nothing."""
+    """What stood in the cache after each rehearsal; none of them may launch anything."""
     from torchcaps.ops import ahead_triton
 
-    rehearse, after = ahead_triton._rehearse, []
+    rehearse, after, launched = ahead_triton._rehearse, [], []
 
     def noted(*args):
-        launches = len(chip.launches)
+        launches = list(chip.launches)
         rehearse(*args)
-        if len(chip.launches) == launches:
-            after.append(chip.cached())
+        after.append(chip.cached())
+        launched.extend(chip.launches[len(launches) :])
 
     monkeypatch.setattr(ahead_triton, "_rehearse", noted)
-    return after
+    yield after
+    assert launched == []
 
 
 def em(grad=True, **options):
@@ -168,6 +169,12 @@ CASES = {
     "encapnet6_cifar10, feedback": lambda: network(
         "encapnet6_cifar10", memory_format=torch.channels_last, images=2, feedback="ot"
     ),
+    "encapnet6_cifar10, feedback, autocast": lambda: network(
+        "encapnet6_cifar10", autocast=True, memory_format=torch.channels_last, images=2, feedback="ot"
+    ),
+    "encapnet6_cifar10, one channel": lambda: network(
+        "encapnet6_cifar10", memory_format=torch.channels_last, images=2, image=(1, 28, 28)
+    ),
     "vectors": lambda: network("dynamic_diverse_multimnist", images=2),
 }
 
@@ -179,7 +186,15 @@ def test_compiles_what_will_be_launched_and_nothing_else(case, chip, rehearsals)
     assert waiting(rehearsals[0])
     assert not waiting(chip.cached())
     assert any("backward" in name for name in chip.launches)
+    if case.startswith("encapnet6"):
+        assert {"norm_forward", "norm_backward", "mixture_forward", "mixture_backward"} <= set(chip.launches)
     assert ("first_weight" in chip.launches) == (case == "em_cifar10, autocast")
+
+
+def test_nothing_for_maps_that_no_kernel_takes(chip, rehearsals):
+    network("encapnet6_cifar10", images=2).backward()
+    assert rehearsals == [{}]
+    assert chip.launches == []
 
 
 @pytest.mark.parametrize("made", [em_cifar10, inverted_cifar10])

@@ -266,6 +266,18 @@ def test_first_agreement_with_activations(case, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs[:3], torch.float32)
 
 
+def test_agreement_with_activations_and_offset(monkeypatch):
+    shapes = (2, 15, 4), (5, 2, 3, 2), (1, 3, 1, 4), (2, 3, 4)
+    poses, weight, offset, parents = (torch.randn(s, device=DEVICE) for s in shapes)
+    activations = 0.1 + torch.rand(15, device=DEVICE)  # the same in every image
+
+    def function(poses, weight, offset, activations, parents):
+        return agreement_fit(Votes(poses, weight, None, offset), activations, parents, scale=0.5)[:3]
+
+    inputs = [poses, weight, offset, activations, parents]
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
 @pytest.mark.parametrize("case", ["matrices", "windows"])
 def test_agreement_with_activations_in_tf32(case, tf32, monkeypatch):
     window, inputs = agreeing_inputs(case)
@@ -315,23 +327,33 @@ def test_routings(name, dtype, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, dtype)
 
 
+STEPS = {  # inputs for a case of SIZES, and the function of a window
+    "agreement": (drawn, step),
+    "em": (em_inputs, em),
+    "active": (agreeing_inputs, agreeing),
+}
+
+
 @pytest.mark.parametrize("case", ["matrices", "windows"])
-def test_em_with_weights_as_they_are(case, monkeypatch):
+@pytest.mark.parametrize("what", ["em", "active"])
+def test_weights_as_they_are(what, case, monkeypatch):
     from torchcaps.ops import em_triton
 
     monkeypatch.setattr(em_triton, "PACKED_BYTES", 0)
-    window, inputs = em_inputs(case)
-    function = em(window)
+    inputs_of, function_of = STEPS[what]
+    window, inputs = inputs_of(case)
+    function = function_of(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
-@pytest.mark.parametrize("what", ["agreement", "em"])
+@pytest.mark.parametrize("what", STEPS)
 def test_atomic_weight_gradients(what, monkeypatch):
     from torchcaps.ops import plan_triton
 
     monkeypatch.setattr(plan_triton, "PARTIAL_BYTES", 0)
-    window, inputs = drawn("matrices") if what == "agreement" else em_inputs("matrices")
-    function = step(window) if what == "agreement" else em(window)
+    inputs_of, function_of = STEPS[what]
+    window, inputs = inputs_of("matrices")
+    function = function_of(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
@@ -344,21 +366,22 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("what", ["agreement", "em", "em, first"])
+@pytest.mark.parametrize("what", [*STEPS, "em, first"])
 def test_gradients_in_parts(what, deterministic, monkeypatch):
     """Of poses for each block of parents, and of weights for each of windows, however much memory that takes."""
     from torchcaps.ops import plan_triton
 
     monkeypatch.setattr(plan_triton, "PARTIAL_BYTES", 0)
     monkeypatch.setitem(SIZES, "many of all", ((19, 5, 4), (5, 2, 70, 2), None))
-    window, inputs = drawn("many of all") if what == "agreement" else em_inputs("many of all")
+    inputs_of, function_of = STEPS[what.partition(",")[0]]
+    window, inputs = inputs_of("many of all")
     votes = Votes(*inputs[:2], window)
     cut = plan_triton.plan(votes)
     for parts in (plan_triton.pose_sum(cut.grid[2], votes.device), plan_triton.weight_sum(votes, cut)):
         assert not parts.atomic
         assert len(parts.new(1)) > 1
     inputs = inputs[: 3 if what == "em, first" else None]
-    function = step(window) if what == "agreement" else em(window)
+    function = function_of(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
     first, *others = (outputs_and_gradients(fused(function, monkeypatch), inputs) for _ in range(4))
     for again in others:
@@ -382,8 +405,9 @@ def test_gradients_of_four_rows_at_once(what, case, monkeypatch):
 
     for module in (agreement_triton, em_triton):
         monkeypatch.setattr(module, "plan", partial(module.plan, together=4))
-    window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
-    function = step(window) if what == "agreement" else em(window)
+    inputs_of, function_of = STEPS[what]
+    window, inputs = inputs_of(case)
+    function = function_of(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
@@ -396,8 +420,9 @@ def test_few_parents_or_one_child_in_a_warp(what, case, options, monkeypatch):
 
     monkeypatch.setattr(agreement_triton, "plan", partial(agreement_triton.plan, **options))
     monkeypatch.setattr(em_triton, "_plan", partial(em_triton._plan, **options))
-    window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
-    function = step(window) if what == "agreement" else em(window)
+    inputs_of, function_of = STEPS[what]
+    window, inputs = inputs_of(case)
+    function = function_of(window)
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
 
 
@@ -421,8 +446,9 @@ def test_little_shared_memory(what, case, monkeypatch):
     """Then a program has fewer parents."""
     from torchcaps.ops import em_triton, plan_triton
 
-    window, inputs = drawn(case) if what == "agreement" else em_inputs(case)
-    function = step(window) if what == "agreement" else em(window)
+    inputs_of, function_of = STEPS[what]
+    window, inputs = inputs_of(case)
+    function = function_of(window)
     votes = Votes(inputs[0], inputs[1], window)
     plan = em_triton._plan if what == "em" else plan_triton.plan
     most = plan(votes)

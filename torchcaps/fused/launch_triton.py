@@ -23,7 +23,7 @@ class launched:
         def launch(first: Tensor, *args: Any, **options: Any) -> None:
             if first.is_meta:
                 ahead = active_mode.get() if active_mode is not None else None
-                if ahead is not None and hasattr(ahead, "length"):
+                if ahead is not None and hasattr(ahead, "length"):  # ours, which wants the longest compiled first
                     ahead.length = len(self.kernel.src)
                 self.kernel.warmup(first, *args, grid=grid, **options)
             else:

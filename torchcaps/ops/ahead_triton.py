@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 
 from torchcaps.fused.launch_triton import active_mode
@@ -146,9 +147,9 @@ def _rehearse(function: Callable[..., Any], args: tuple[Any, ...], grad: bool) -
 
 
 class _AsThere(TorchFunctionMode):
-    """Tensors without memory come out in the dtype and layout that they would have on the device.
+    """Convolutions and einsum come out as on the device, in autocast's dtype and the layout of their input.
 
-    They know no autocast, and no convolution that keeps the layout of its input.
+    Tensors without memory know neither.
     """
 
     def __init__(self, device: str):
@@ -156,27 +157,14 @@ class _AsThere(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.conv2d, torch.conv_transpose2d, torch.einsum) and torch.is_autocast_enabled(self.device):
+        convolves = function in (torch.conv2d, torch.conv_transpose2d)
+        if (convolves or function is torch.einsum) and torch.is_autocast_enabled(self.device):
             dtype = torch.get_autocast_dtype(self.device)
             args = tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in args)
-        if function in (torch.conv2d, torch.conv_transpose2d):
-            maps, weight, *rest = args
-            if any(x.is_contiguous(memory_format=torch.channels_last) for x in (maps, weight)):
-                maps = _ChannelsLast.apply(maps)
-                return _ChannelsLast.apply(function(maps, weight, *rest, **(kwargs or {})))
-        return function(*args, **(kwargs or {}))
-
-
-class _ChannelsLast(torch.autograd.Function):
-    """Maps, and their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, maps: Tensor) -> Tensor:
-        return maps.contiguous(memory_format=torch.channels_last)
-
-    @staticmethod
-    def backward(ctx: Any, d_maps: Tensor) -> Tensor:
-        return d_maps.contiguous(memory_format=torch.channels_last)
+        made = function(*args, **(kwargs or {}))
+        if convolves and torch.channels_last in map(suggest_memory_format, args[:2]):
+            made = made.contiguous(memory_format=torch.channels_last)
+        return made
 
 
 class _Ahead:

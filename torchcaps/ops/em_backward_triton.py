@@ -76,7 +76,11 @@ def em_backward(
     d_weight, d_offset, d_gates, d_mean, d_precision, d_score, nothing, per_split, S, T: tl.constexpr,
     KIND: tl.constexpr, SQUARES: tl.constexpr, ATOMIC: tl.constexpr, ATOMIC_POSES: tl.constexpr,
 ):  # fmt: skip
-    """Makes the votes again. A logit's gradient weights votes and squares, summed in d_mean and d_precision."""
+    """Makes the votes again.
+
+    A log density's gradient weights votes and squares, summed in d_mean and d_precision; that of agreement weights
+    votes, summed in d_precision.
+    """
     n = tl.program_id(0) * T.BN + tl.arange(0, T.BN)
     split = tl.program_id(1)
     j = tl.program_id(2) * (T.JB * T.JL)

@@ -1,4 +1,4 @@
-"""EM's step forward: the densities of a tile of votes, and the sums over them that `em_triton` describes."""
+"""EM's step forward: the logits of a tile of votes, and the sums over them that `em_triton` describes."""
 
 # ruff: noqa: RUF005 - Triton grows a tuple by adding to it
 # mypy: disable-error-code="assignment"

@@ -4,6 +4,9 @@ A step is three sums over the children: of their shares in a parent, of the vote
 votes, both counted from a centre near the mean, so that the variance they give does not drown in rounding. The shares
 come from the Gaussians of the step before: a first pass takes, for each child, the log of the sum of its densities, a
 small one adds up the windows that compete for it, and the main pass makes the densities again.
+
+Capsules with activations that route by agreement (Tsai's ablation C) take the same steps, with agreement in the place
+of log densities and the parents in that of precisions.
 """
 
 # mypy: disable-error-code="assignment"
@@ -125,7 +128,9 @@ def _step(
 
 def _gates(votes: Votes, activations: Tensor | None) -> Tensor:
     """Without activations all children are present. Shapes: -> [..., i]"""
-    return torch.ones(*votes.lead, votes.in_caps, device=votes.device) if activations is None else activations
+    if activations is None:
+        return torch.ones(*votes.lead, votes.in_caps, device=votes.device)
+    return activations.expand(*votes.lead, votes.in_caps)
 
 
 def _near_the_mean(votes: Votes) -> Tensor:

@@ -144,10 +144,14 @@ def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...],
         runs, earlier = latest(found)
         older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"
         how = ", ".join(filter(None, (how, older)))
-        label = f"{entry.label}, with {how}" if how else entry.label
+        label = with_settings(entry.label, how)
         cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
         lines.append((cells, [*said, *_last(metrics[0], label, runs), *remarks(runs, replaced(metrics[0], earlier))]))
     return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
+
+
+def with_settings(label: str, how: str) -> str:
+    return f"{label}, with {how}" if how else label
 
 
 def _ours_of(metrics: Sequence[str], runs: list[Result]) -> str:

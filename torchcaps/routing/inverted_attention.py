@@ -36,7 +36,7 @@ def inverted_attention(
         betas: beta_u and beta_a [j] of EM's M-step, by which the parents get activations too (ablation C).
 
     Shapes: votes [..., i, j, d], parents [..., j, d], activations [..., i]
-        -> poses [..., j, d], activations [..., j] or None, coupling [..., i, j]
+        -> poses [..., j, d], activations [..., j] or None, coupling [..., i, j] or None from kernels
     """
     votes = Votes.of(votes)
     scale = votes.dim**-0.5 if scale is None else scale
