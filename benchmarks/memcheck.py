@@ -41,9 +41,13 @@ def files() -> list[str]:
 
 def parts(of: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The tests of these files, cut into parts that take minutes."""
+    if not of:
+        return []
     listed = subprocess.run(
-        [sys.executable, "-m", "pytest", *TESTS, "--collect-only", *of], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "pytest", *TESTS, "--collect-only", *of], capture_output=True, text=True
     )
+    if listed.returncode != 0:
+        raise SystemExit(f"{listed.stdout}{listed.stderr}the tests of {', '.join(of)} cannot be listed")
     tests: dict[str, list[str]] = {file: [] for file in of}
     for line in listed.stdout.splitlines():
         if "::" in line:
@@ -74,11 +78,12 @@ def check(file: str, tests: Sequence[str], limit: float) -> dict[str, Any]:
 def reading(said: str) -> dict[str, Any]:
     """What the checker and the tests say in the end. Without either, errors or passed are None."""
     errors = re.search(r"ERROR SUMMARY: (\d+) error", said)
-    last = [line for line in said.splitlines() if re.search(r"\d+ (passed|failed|errors?)\b.* in [\d.]+s", line)][-1:]
+    counted = re.compile(r"\d+ (passed|failed|errors?|skipped)\b.* in [\d.]+s")
+    last = [line for line in said.splitlines() if counted.search(line)][-1:]
     counts = {word: int(count) for line in last for count, word in re.findall(r"(\d+) (passed|failed|error)", line)}
     return {
         "errors": None if errors is None else int(errors[1]),
-        "passed": counts.get("passed"),
+        "passed": counts.get("passed", 0) if last else None,
         "failed": counts.get("failed", 0) + counts.get("error", 0),
     }
 
@@ -106,7 +111,7 @@ def together(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="tests, if not all of kernels")
+    parser.add_argument("files", nargs="*", help="of tests, if not all of kernels")
     parser.add_argument("--at-once", type=int, default=4, help="parts of files")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each")
     parser.add_argument("--out", type=Path, default=Path("runs/memcheck.json"))
@@ -115,9 +120,13 @@ def main(given: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU whose memory could be checked")
     if shutil.which(CHECKER[0]) is None:
         parser.error(f"there is no {CHECKER[0]} on the path; it comes with CUDA")
-    found = {"machine": machine(torch.device("cuda")), "date": str(date.today()), "commit": source()[0]}
-    wanted, rows = arguments.files or files(), {}
-    if arguments.out.exists():
+    wanted, rows = [str(Path(file)) for file in arguments.files] or files(), {}
+    for file in wanted:
+        if not Path(file).is_file():
+            parser.error(f"{file} is no file of tests")
+    commit, changed = source()
+    found = {"machine": machine(torch.device("cuda")), "date": str(date.today()), "commit": commit}
+    if arguments.out.exists() and commit != "unknown" and not changed:
         before = json.loads(arguments.out.read_text())
         if all(before[name] == found[name] for name in ("machine", "commit")):
             rows = {row["file"]: row for row in before["files"] if right(row)}
@@ -131,6 +140,9 @@ def main(given: Sequence[str] | None = None) -> int:
             print(in_words(rows[file]), flush=True)
             with write_whole(arguments.out) as place:
                 place.write_text(json.dumps(found | {"files": list(rows.values())}, indent=1))
+    for file in wanted:
+        if file not in rows:
+            print(f"{file}: no tests", flush=True)
     return 0 if all(file in rows and right(rows[file]) for file in wanted) else 1
 
 

@@ -36,6 +36,14 @@ def test_what_is_not_clean(said):
     assert not memcheck.right({"file": "a", "ended": True, **memcheck.reading(said)})
 
 
+def test_a_file_is_as_good_as_its_parts():
+    good = {"file": "a", "ended": True, "errors": 0, "passed": 2, "failed": 0}
+    skipped = good | memcheck.reading("2 skipped in 0.1s\nERROR SUMMARY: 0 errors")
+    assert memcheck.together([good, skipped, good]) == good | {"passed": 4}
+    for bad in ({"ended": False, "errors": None, "passed": None}, {"errors": 1}, {"failed": 1}):
+        assert not memcheck.right(memcheck.together([good, good | bad]))
+
+
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
@@ -58,7 +66,8 @@ def test_files_in_parts_and_only_what_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(memcheck, "machine", lambda device: "a GPU")
-    monkeypatch.setattr(memcheck, "source", lambda: ("abc", False))
+    commits = [("abc", False)]
+    monkeypatch.setattr(memcheck, "source", lambda: commits[-1])
     monkeypatch.setattr(memcheck, "CHECKER", (sys.executable, str(checker)))
     monkeypatch.setattr(memcheck, "TESTS", ("-p", "no:cacheprovider", "-q"))
     monkeypatch.setattr(memcheck, "PART", 2)
@@ -71,3 +80,9 @@ def test_files_in_parts_and_only_what_is_left(tmp_path, monkeypatch, capsys):
     assert memcheck.main(["test_one.py", "test_two.py", "--out", "found.json"]) == 0
     assert capsys.readouterr().out == "test_two.py: 2 tests passed, 0 failed, 0 errors\n"
     assert len(json.loads(Path("found.json").read_text())["files"]) == 2
+    assert memcheck.main(["./test_one.py", "test_two.py", "--out", "found.json"]) == 0
+    assert capsys.readouterr().out == ""
+    for commit in ("abc", True), ("def", False), ("unknown", False):
+        commits.append(commit)
+        assert memcheck.main(["test_one.py", "--out", "found.json"]) == 0
+        assert capsys.readouterr().out == "test_one.py: 3 tests passed, 0 failed, 0 errors\n"

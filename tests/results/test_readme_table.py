@@ -32,6 +32,15 @@ def test_one_line_for_a_row():
     ]
 
 
+def test_what_a_reader_must_know_stands_in_the_label():
+    def first(line):
+        return line.split(" | ")[0]
+
+    changed = result(EFFICIENT, epochs=30, changes={"epochs": 30, "precision": "bf16", "lr": 0.5})
+    assert first(lines([changed])[1]) == "| Efficient-CapsNet, with lr = 0.5"
+    assert first(lines([result("ours:cifar10")])[1]) == "| cifar10, 2 views of each test image"
+
+
 def test_long_groups_are_left_to_the_page_and_strangers_are_told():
     assert lines([result("tsai2020_figure4:em-2")]) == []
     assert "Nothing has been run yet" in render_readme_section([])
