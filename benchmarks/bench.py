@@ -18,8 +18,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import date
@@ -170,39 +172,68 @@ class Bench:
     def measure(self, *cases: Case) -> list[dict[str, Any]]:
         return measure_by_turns(cases, self.device, self.least)
 
-    def apart(self, case: Case) -> dict[str, Any]:
-        """Measured in a process of its own with the caches of this run, in what is left of the time for compiling."""
-        limit = min(self.arguments.limit, self.compiling)
-        if limit < 1:
-            return {**case.plain(), "name": case.name, "failed": "no time left for compiling"}
-        began = time.monotonic()
-        try:
-            done = subprocess.run(
-                self._job({"case": case.plain(), "least": self.least}),
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                env={**os.environ, **caches_in(self.caches)},
-            )
-        except subprocess.TimeoutExpired:
-            self.compiling -= limit
-            return {**case.plain(), "name": case.name, "failed": f"over {limit:.0f} s"}
-        self.compiling -= time.monotonic() - began
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
-            return {**case.plain(), "name": case.name, "failed": reason[:60]}
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return {**found, **case.plain(), "name": case.name}  # JSON has made lists of tuples
+    def compiled(self, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+        """Each in a process of its own with the caches of this run, in what is left of the time for compiling.
+
+        On a GPU all are compiled side by side, as that is work for a processor, and then timed one after the other.
+        """
+        at_once = max(1, len(cases)) if self.cuda else 1
+        for first in range(0, len(cases), at_once):
+            began, until = time.monotonic(), time.monotonic() + min(self.arguments.limit, self.compiling)
+            apart = [Apart(self, case, at_once) for case in cases[first : first + at_once] if self.compiling >= 1]
+            for one in apart:
+                one.wait(until)
+            self.compiling -= time.monotonic() - began
+            yield from (one.timed() for one in apart)
+            for case in cases[first + len(apart) : first + at_once]:
+                yield {**case.plain(), "name": case.name, "failed": "no time left for compiling"}
 
     def cold(self, presets: Sequence[str], batch: int) -> Iterator[dict[str, Any]]:
         """First steps, each in a process that has done nothing before but import; with empty caches of kernels."""
         asked = {"cold": list(presets), "batch": batch, "limit": self.arguments.limit, "began": time.time()}
-        with subprocess.Popen(self._job(asked), stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(self.job(asked), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             yield from (json.loads(line) for line in process.stdout)
 
-    def _job(self, asked: dict[str, Any]) -> list[str]:
+    def job(self, asked: dict[str, Any]) -> list[str]:
         return [sys.executable, "-m", "benchmarks.bench", "--device", str(self.device), "--job", json.dumps(asked)]
+
+
+class Apart:
+    """A case in a process of its own, which takes its first steps at once and is timed when it is told to."""
+
+    def __init__(self, bench: Bench, case: Case, beside: int):
+        self.case, self.began = case, time.monotonic()
+        self.errors = Path(bench.caches, f"{case.name}, {case.batch}.txt")
+        self.errors.parent.mkdir(parents=True, exist_ok=True)
+        workers = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // beside))}
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                bench.job({"case": case.plain(), "least": bench.least}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **workers, **caches_in(bench.caches)},
+            )
+        self.late = False
+
+    def wait(self, until: float) -> None:
+        """For its first steps; it is killed where they are not done by then."""
+        assert self.process.stdout is not None
+        alarm = threading.Timer(max(0.0, until - time.monotonic()), self.process.kill)
+        alarm.start()
+        self.late = self.process.stdout.readline() == "" and time.monotonic() >= until
+        alarm.cancel()
+
+    def timed(self) -> dict[str, Any]:
+        said, _ = self.process.communicate("now\n" if self.process.poll() is None else None)
+        row: dict[str, Any] = {**self.case.plain(), "name": self.case.name}
+        if self.late:
+            return {**row, "failed": f"over {time.monotonic() - self.began:.0f} s"}
+        if self.process.returncode:
+            return {**row, "failed": (self.errors.read_text().strip().splitlines() or ["it was killed"])[-1][:60]}
+        return {**json.loads(said.splitlines()[-1]), **row}  # JSON has made lists of tuples
 
 
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -242,8 +273,9 @@ def measure_steps(bench: Bench) -> None:
         ways = [replace(case, path=path) for path in paths if path != "compiled"]
         for some in [[way] for way in ways] if bench.cuda else [ways]:  # whose memory would not hold all of them
             add(bench.measure(*some))
-    for case in cases if "compiled" in paths else ():
-        add([bench.apart(replace(case, path="compiled"))])
+    if "compiled" in paths:
+        for row in bench.compiled([replace(case, path="compiled") for case in cases]):
+            add([row])
 
 
 def measure_growth(bench: Bench) -> None:
@@ -336,11 +368,20 @@ def measure_cold(bench: Bench) -> None:
     presets: Sequence[str] = QUICK_COLD if bench.quick else COLD
     if bench.arguments.presets:
         presets = [case.preset for case in bench.cases()]
-    rows = bench.results["cold"] = []
-    for row in bench.cold(presets, 16 if bench.cuda else 2):
-        rows.append(row)
-        news = row["failed"] if "failed" in row else f"{row['total_s']:.1f} s"
-        bench.save(f"cold start of {row['preset']}: {news} ({len(rows)} of {len(presets)})")
+    at_once, lock = min(bench.arguments.at_once, len(presets)), threading.Lock()
+    bench.results |= {"cold": [], "cold_at_once": at_once}
+    rows = bench.results["cold"]
+
+    def lane(some: Sequence[str]) -> None:
+        for row in bench.cold(some, 16 if bench.cuda else 2):
+            with lock:
+                rows.append(row)
+                news = row["failed"] if "failed" in row else f"{row['total_s']:.1f} s"
+                bench.save(f"cold start of {row['preset']}: {news} ({len(rows)} of {len(presets)})")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lane, [presets[n::at_once] for n in range(at_once)]))
+    rows.sort(key=lambda row: presets.index(row["preset"]))
 
 
 def measure_papers(bench: Bench) -> None:
@@ -380,7 +421,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 def job(asked: dict[str, Any], device: torch.device) -> None:
     """What a process of its own measures; a line of JSON for each result."""
     if "cold" not in asked:
-        print(json.dumps(measure(Case(**asked["case"]), device, asked["least"])), flush=True)
+        print(json.dumps(measure(Case(**asked["case"]), device, asked["least"], ready=told_when)), flush=True)
         return
     imports = time.time() - asked["began"]
     apart = multiprocessing.get_context("fork")  # which has imported everything and done nothing yet
@@ -405,6 +446,12 @@ def job(asked: dict[str, Any], device: torch.device) -> None:
         print(json.dumps(row), flush=True)
 
 
+def told_when() -> None:
+    """The first steps are done; the others may be timed when the parent says so."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 def first_step(case: Case, device: torch.device, folder: str, answer: Connection) -> None:
     os.environ.update(caches_in(folder))
     began = time.perf_counter()
@@ -426,6 +473,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--least", type=float, default=1.0, help="seconds to spend on each number")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds that compiling and a cold start may take")
+    parser.add_argument("--at-once", type=int, default=1, help="cold starts side by side, which slows each of them")
     parser.add_argument("--compiling", type=float, default=240.0, help="seconds that all compiling may take together")
     parser.add_argument("--caches", help="folder that keeps what was compiled, for another run")
     parser.add_argument("--out", default="runs/bench", help="folder for bench.json and bench.png")

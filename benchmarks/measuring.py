@@ -127,16 +127,24 @@ class Training:
         return sum(t.nbytes for t in (*self.network.parameters(), *self.network.buffers(), *states))
 
 
-def measure(case: Case, device: torch.device, least: float = 1.0) -> dict[str, Any]:
+def measure(
+    case: Case, device: torch.device, least: float = 1.0, ready: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
     """Time, peak memory, arithmetic and traffic of a training step. Out of memory is a result, not an error."""
-    (row,) = measure_by_turns([case], device, least)
+    (row,) = measure_by_turns([case], device, least, ready)
     return row
 
 
-def measure_by_turns(cases: Sequence[Case], device: torch.device, least: float = 1.0) -> list[dict[str, Any]]:
-    """As `measure` of each, a step of one after a step of the other, so that a busy minute befalls all of them."""
+def measure_by_turns(
+    cases: Sequence[Case], device: torch.device, least: float = 1.0, ready: Callable[[], Any] = lambda: None
+) -> list[dict[str, Any]]:
+    """As `measure` of each, a step of one after a step of the other, so that a busy minute befalls all of them.
+
+    `ready` is called when the first steps are done, before the clock starts.
+    """
     with own_stream(device) if any(case.path == "captured" for case in cases) else nullcontext():
         begun = [_begun(case, device) for case in cases]
+        ready()
         runs = [run for run in begun if isinstance(run, Run)]
         while waiting := [run for run in runs if run.wants(least)]:
             for run in waiting:

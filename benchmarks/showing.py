@@ -76,7 +76,8 @@ def show_cold(results: Results) -> None:
         lines.append([row["preset"], *([row["failed"]] if "failed" in row else [f"{row[k]:.1f}" for k in parts])])
     table("cold", ["cold start, seconds", "imports", "network", "first step", "in all"], lines)
     slowest = max((row["total_s"] for row in results["cold"] if "failed" not in row), default=math.nan)
-    print(f"the slowest of {len(results['cold'])}: {slowest:.1f} s")
+    beside = results.get("cold_at_once", 1)
+    print(f"the slowest of {len(results['cold'])}: {slowest:.1f} s" + f", {beside} at once" * (beside > 1))
 
 
 def show_papers(results: Results) -> None:

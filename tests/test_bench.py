@@ -1,8 +1,10 @@
 """The benchmark runs, and what it is compared with is the same network."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +131,29 @@ def test_no_time_left_for_compiling(tmp_path):
     bench.main(["--device", "cpu", "--quick", *only, "--out", str(tmp_path)])
     found = json.loads((tmp_path / "bench.json").read_text())["steps"]
     assert [row["failed"] for row in found] == ["no time left for compiling"] * len(bench.QUICK)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('ready', flush=True); input(); print(json.dumps({'ms': 3.0, 'batch': [8]}))", {"ms": 3.0}),
+        ("time.sleep(600)", {"failed": "over 1 s"}),
+        ("raise SystemExit('the compiler has given up')", {"failed": "the compiler has given up"}),
+        ("os.kill(os.getpid(), 9)", {"failed": "it was killed"}),
+        ("print('ready', flush=True); input(); raise SystemExit('too late')", {"failed": "too late"}),
+    ],
+)
+def test_compiled_ones_are_timed_when_all_are_ready(program, expected, tmp_path):
+    """What cannot be compiled, or not in time, is a row that says so."""
+    asked = SimpleNamespace(
+        job=lambda about: [sys.executable, "-c", f"import json, os, time; {program}"], least=0.0, caches=tmp_path
+    )
+    case = Case("capsnet_mnist", 8)
+    pair = [bench.Apart(asked, case, 2), bench.Apart(asked, replace(case, batch=4), 2)]
+    for one in pair:
+        one.wait(pair[0].began + 1)
+    for one in pair:
+        assert one.timed() == {**one.case.plain(), "name": "capsnet_mnist", **expected}
 
 
 def test_unknown_sections_are_named(capsys):
