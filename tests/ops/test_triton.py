@@ -99,6 +99,17 @@ def test_logits_and_prior(case, leak, monkeypatch):
     assert_as_accurate(fused(function, monkeypatch), on("torch", function), [*inputs, *pairs], torch.float32)
 
 
+@pytest.mark.parametrize("case", ["vectors", "windows"])
+def test_what_is_the_same_in_every_image(case, monkeypatch):
+    """Parents without a batch, and logits and a prior that all children share."""
+    window, (poses, weight, parents) = drawn(case)
+    above = parents.flatten(0, -3)[0].clone()
+    pairs = [torch.randn(weight.shape[2], device=DEVICE) for _ in range(2)]
+    function = step(window, names=("logits", "prior"))
+    inputs = [poses, weight, above, *pairs]
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
 @pytest.mark.parametrize("shape", [(5, 3, 3, 4), (5, 1, 3, 4), (1, 3, 1, 4)])
 def test_offset_and_shared_weights(shape, monkeypatch):
     inputs = [torch.randn(s, device=DEVICE) for s in ((2, 15, 4), (5, 2, 3, 2), (2, 3, 4), shape)]
