@@ -87,6 +87,8 @@ class Compiled:
 
 
 def renew_generator(device: torch.device) -> None:
-    """A recording that failed may leave the random numbers waiting for its end; they are seeded at each step anyway."""
+    """A recording that failed may leave the random numbers waiting for its end; they begin anew at this step's seed."""
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    generator.graphsafe_set_state(torch.Generator(device))
+    fresh = torch.Generator(device)
+    fresh.manual_seed(torch.initial_seed())
+    generator.graphsafe_set_state(fresh)
