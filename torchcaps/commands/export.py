@@ -20,7 +20,7 @@ def export_weights(
     Args:
         run: the folder of a finished run that has been tested.
         out: the folder to write, which must be empty or not there yet.
-        half: in float16, if that changes no prediction on the validation set.
+        half: in float16, if that changes no prediction on the validation set, or, without one, on training images.
         onnx: also model.onnx, checked against torch; needs torchcaps[export].
         ship: write into the package itself instead, for those who publish it; float16 where it costs nothing.
         name: with --ship, under which the weights are asked for; the preset's if not given.

@@ -3,7 +3,7 @@
 >>> export_run("runs/quick-mnist/seed-0", "efficient_capsnet_mnist")
 >>> torchcaps.load_pretrained("efficient_capsnet_mnist")
 
-Half precision is taken only where it changes no prediction on the validation set.
+Half precision is taken only where it changes no prediction on the validation set, or on training images without one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
 from torchcaps.data import DataSet
+from torchcaps.data.splits import Split
 from torchcaps.evaluate import Predictions, ranking
 from torchcaps.export.card import citation, model_card
 from torchcaps.models.pretrained import CONFIG, LIMIT, SHIPPED, WEIGHTS, find_pretrained
@@ -28,7 +29,7 @@ from torchcaps.results import Result, from_line
 from torchcaps.runs import Opened, is_exported, look, open_run
 from torchcaps.train import checkpoint
 
-LOOKED_AT = 10_000  # validation images that half precision is tried on, at most
+LOOKED_AT = 10_000  # images that half precision is tried on, at most
 LICENCE = "apache-2.0"
 Say = Callable[[str], None]
 
@@ -59,10 +60,8 @@ def export_run(
     if half:
         weights, changed, seen = halved(opened, weights)
         if changed:
-            raise ValueError(
-                f"in half precision {changed} of {seen:,} validation images would get another class; leave --half out"
-            )
-        say(f"half precision changes the class of none of {seen:,} validation images")
+            raise ValueError(f"in half precision {changed} of {seen} would get another class; leave --half out")
+        say(f"half precision changes the class of none of {seen}")
     files = {WEIGHTS: tensors_to_bytes(weights, {"format": "pt"})}
     about = describe(opened, line, files[WEIGHTS], "float16" if half else "float32")
     if onnx:
@@ -99,10 +98,10 @@ def ship_run(
     dtype = "float16"
     if changed:
         dtype = "float32, the decoder's float16"
-        say(f"float32 but for the decoder, as {changed} of {seen:,} validation images would change class in float16")
+        say(f"float32 but for the decoder, as {changed} of {seen} would change class in float16")
         weights = {key: weights[key] if key.startswith("decoder.") else value for key, value in whole.items()}
     else:
-        say(f"float16 changes the class of none of {seen:,} validation images")
+        say(f"float16 changes the class of none of {seen}")
     content = tensors_to_bytes(weights, {"format": "pt"})
     others = sum(p.stat().st_size for p in SHIPPED.glob("*.safetensors") if p.stem != name)
     if others + len(content) > LIMIT:
@@ -134,24 +133,22 @@ def network_weights(opened: Opened) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in opened.model.state_dict().items()}
 
 
-def halved(opened: Opened, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], int, int]:
-    """The weights rounded to float16, how many validation images then get other classes, and of how many.
+def halved(opened: Opened, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], int, str]:
+    """The weights rounded to float16, how many held-out images then get other classes, and of how many, in words.
 
-    What float16 cannot hold, such as a large variance of a batch norm, stays as it is.
+    What float16 cannot hold, such as a large variance of a batch norm, stays as it is. Where nothing was held out,
+    training images are looked at.
     """
     data = opened.data()
-    if data.validation is None:
-        raise ValueError(
-            f"{opened.folder} was trained without a validation set, so half precision cannot be tried; leave it out"
-        )
+    split, kind = (data.train, "training") if data.validation is None else (data.validation, "validation")
     rounded = {name: _half(value) for name, value in weights.items()}
-    before = _classes(opened, data)
+    before = _classes(opened, data, split)
     opened.model.load_state_dict(rounded)
     try:
-        after = _classes(opened, data)
+        after = _classes(opened, data, split)
     finally:
         opened.model.load_state_dict(weights)
-    return rounded, int((before != after).any(dim=1).sum()), len(before)
+    return rounded, int((before != after).any(dim=1).sum()), f"{len(before):,} {kind} images"
 
 
 def _half(value: Tensor) -> Tensor:
@@ -161,11 +158,9 @@ def _half(value: Tensor) -> Tensor:
     return short if bool(short.isfinite().all()) else value
 
 
-def _classes(opened: Opened, data: DataSet) -> Tensor:
-    """The classes chosen for each validation image, as many as it has labels. Shapes: -> [n, k]"""
-    assert data.validation is not None
-    images = min(LOOKED_AT, len(data.validation))
-    found: Predictions = look(opened.model, data.validation, data, opened.recipe, images)
+def _classes(opened: Opened, data: DataSet, split: Split) -> Tensor:
+    """The classes chosen for each image of a split, as many as it has labels. Shapes: -> [n, k]"""
+    found: Predictions = look(opened.model, split, data, opened.recipe, min(LOOKED_AT, len(split)))
     wanted = 1 if found.labels.dim() == 1 else found.labels.shape[1]
     return ranking(found.scores)[:, :wanted].sort(dim=1).values
 
