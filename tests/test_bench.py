@@ -162,7 +162,7 @@ def test_unknown_sections_are_named(capsys):
     assert "there is no section 'speed'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["docs/bench-cpu.json", "docs/bench-h200.json"])
+@pytest.mark.parametrize("path", ["docs/bench-cpu.json", "docs/bench-h200.json", "docs/cold-h200.json"])
 def test_kept_runs_are_shown(path, capsys):
     bench.main(["--show", str(ROOT / path)])
     assert "inverted_cifar10" in capsys.readouterr().out
