@@ -290,6 +290,20 @@ def test_agreement_with_activations_and_offset(monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["matrices", "windows"])
+def test_parents_of_a_fit_that_are_the_same_in_every_image(case, monkeypatch):
+    window, (poses, weight, activations, parents) = agreeing_inputs(case)
+    above = parents.flatten(0, -3)[0].clone()
+
+    def function(poses, weight, activations, above):
+        votes = Votes(poses, weight, window)
+        agreed = agreement_fit(votes, activations, above, scale=votes.dim**-0.5)[:3]
+        return *agreed, *em_step(votes, activations, (above, above**2 + 1, above[:, 0]))[:3]
+
+    inputs = [poses, weight, activations, above]
+    assert_as_accurate(fused(function, monkeypatch), on("torch", function), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["matrices", "windows"])
 def test_agreement_with_activations_in_tf32(case, tf32, monkeypatch):
     window, inputs = agreeing_inputs(case)
     function = agreeing(window)
