@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.apart import Apart, groups, ready
 from benchmarks.measuring import (
     PATHS,
     Case,
@@ -175,18 +176,37 @@ class Bench:
     def compiled(self, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         """Each in a process of its own with the caches of this run, in what is left of the time for compiling.
 
-        On a GPU all are compiled side by side, as that is work for a processor, and then timed one after the other.
+        On a GPU as many as its memory holds are compiled side by side, as that is work for a processor, and then timed
+        one after the other.
         """
-        at_once = max(1, len(cases)) if self.cuda else 1
-        for first in range(0, len(cases), at_once):
+        sides = groups(*self.room(cases)) if self.cuda else [[number] for number in range(len(cases))]
+        self.results["compiled_at_once"] = max(map(len, sides), default=1)
+        for side in ([cases[number] for number in numbers] for numbers in sides):
+            rows = [{**case.plain(), "name": case.name} for case in side]
+            if self.compiling < 1:
+                yield from ({**row, "failed": "no time left for compiling"} for row in rows)
+                continue
             began, until = time.monotonic(), time.monotonic() + min(self.arguments.limit, self.compiling)
-            apart = [Apart(self, case, at_once) for case in cases[first : first + at_once] if self.compiling >= 1]
-            for one in apart:
-                one.wait(until)
-            self.compiling -= time.monotonic() - began
-            yield from (one.timed() for one in apart)
-            for case in cases[first + len(apart) : first + at_once]:
-                yield {**case.plain(), "name": case.name, "failed": "no time left for compiling"}
+            workers = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // len(side)))}
+            asked = [{"case": case.plain(), "least": self.least} for case in side]
+            apart = [Apart(self.job(one), workers | caches_in(self.caches)) for one in asked]
+            try:
+                for one in apart:
+                    one.wait(until)
+                self.compiling -= time.monotonic() - began
+                for row, one in zip(rows, apart, strict=True):
+                    yield {**one.answer(self.arguments.limit), **row}  # JSON has made lists of tuples
+            finally:
+                for one in apart:
+                    one.forget()
+
+    def room(self, cases: Sequence[Case]) -> tuple[list[float], float, int]:
+        """MiB that each will take, by what the reference has taken; those of the GPU; and how many at most."""
+        total = torch.cuda.get_device_properties(self.device).total_memory / 2**20
+        rows = [row for row in self.results["steps"] if row["path"] == "reference" and "peak_mib" in row]
+        known = {(row["name"], row["batch"]): row["peak_mib"] for row in rows}
+        sizes = [1.25 * known.get((case.name, case.batch), total) + 1024 for case in cases]  # and its CUDA context
+        return sizes, 0.9 * total, max(1, (os.cpu_count() or 1) // 2)
 
     def cold(self, presets: Sequence[str], batch: int) -> Iterator[dict[str, Any]]:
         """First steps, each in a process that has done nothing before but import; with empty caches of kernels."""
@@ -197,43 +217,6 @@ class Bench:
 
     def job(self, asked: dict[str, Any]) -> list[str]:
         return [sys.executable, "-m", "benchmarks.bench", "--device", str(self.device), "--job", json.dumps(asked)]
-
-
-class Apart:
-    """A case in a process of its own, which takes its first steps at once and is timed when it is told to."""
-
-    def __init__(self, bench: Bench, case: Case, beside: int):
-        self.case, self.began = case, time.monotonic()
-        self.errors = Path(bench.caches, f"{case.name}, {case.batch}.txt")
-        self.errors.parent.mkdir(parents=True, exist_ok=True)
-        workers = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // beside))}
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                bench.job({"case": case.plain(), "least": bench.least}),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, **workers, **caches_in(bench.caches)},
-            )
-        self.late = False
-
-    def wait(self, until: float) -> None:
-        """For its first steps; it is killed where they are not done by then."""
-        assert self.process.stdout is not None
-        alarm = threading.Timer(max(0.0, until - time.monotonic()), self.process.kill)
-        alarm.start()
-        self.late = self.process.stdout.readline() == "" and time.monotonic() >= until
-        alarm.cancel()
-
-    def timed(self) -> dict[str, Any]:
-        said, _ = self.process.communicate("now\n" if self.process.poll() is None else None)
-        row: dict[str, Any] = {**self.case.plain(), "name": self.case.name}
-        if self.late:
-            return {**row, "failed": f"over {time.monotonic() - self.began:.0f} s"}
-        if self.process.returncode:
-            return {**row, "failed": (self.errors.read_text().strip().splitlines() or ["it was killed"])[-1][:60]}
-        return {**json.loads(said.splitlines()[-1]), **row}  # JSON has made lists of tuples
 
 
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -421,7 +404,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 def job(asked: dict[str, Any], device: torch.device) -> None:
     """What a process of its own measures; a line of JSON for each result."""
     if "cold" not in asked:
-        print(json.dumps(measure(Case(**asked["case"]), device, asked["least"], ready=told_when)), flush=True)
+        print(json.dumps(measure(Case(**asked["case"]), device, asked["least"], ready)), flush=True)
         return
     imports = time.time() - asked["began"]
     apart = multiprocessing.get_context("fork")  # which has imported everything and done nothing yet
@@ -444,12 +427,6 @@ def job(asked: dict[str, Any], device: torch.device) -> None:
                     row["failed"] = "it was killed"
             process.join()
         print(json.dumps(row), flush=True)
-
-
-def told_when() -> None:
-    """The first steps are done; the others may be timed when the parent says so."""
-    print("ready", flush=True)
-    sys.stdin.readline()
 
 
 def first_step(case: Case, device: torch.device, folder: str, answer: Connection) -> None:
@@ -500,6 +477,8 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sections = arguments.only.split(",") if arguments.only else list(SECTIONS)
+    if arguments.at_once < 1:
+        parser.error(f"--at-once must be at least 1, got {arguments.at_once}")
     for unknown in set(sections) - set(SECTIONS):
         parser.error(f"there is no section {unknown!r}; there are {', '.join(SECTIONS)}")
     for unknown in set((arguments.paths or "ours").split(",")) - set(PATHS):

@@ -46,6 +46,8 @@ def show_steps(results: Results) -> None:
         lines.append([*start, *numbers, *reached, f"{row['first_step_s']:.1f}"])
     head = ["training step", "batch", "path", "ms", "images/s", "peak MiB", "x ms", "x MiB"]
     table("steps", [*head, "TFLOP/s", "of peak", "GB/s", "of copy", "first s"], lines)
+    if results.get("compiled_at_once", 1) > 1:
+        print(f"compiled {results['compiled_at_once']} at once, timed one after the other")
 
 
 def show_growth(results: Results) -> None:

@@ -1,7 +1,9 @@
 """The benchmark runs, and what it is compared with is the same network."""
 
 import json
+import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench, measuring
+from benchmarks import apart, bench, measuring
 from benchmarks.measuring import Case, slope
 from benchmarks.plain import plain
 from tests.helpers import assert_equal_with_gradients
@@ -133,27 +135,69 @@ def test_no_time_left_for_compiling(tmp_path):
     assert [row["failed"] for row in found] == ["no time left for compiling"] * len(bench.QUICK)
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("print('ready', flush=True); input(); print(json.dumps({'ms': 3.0, 'batch': [8]}))", {"ms": 3.0}),
-        ("time.sleep(600)", {"failed": "over 1 s"}),
-        ("raise SystemExit('the compiler has given up')", {"failed": "the compiler has given up"}),
-        ("os.kill(os.getpid(), 9)", {"failed": "it was killed"}),
-        ("print('ready', flush=True); input(); raise SystemExit('too late')", {"failed": "too late"}),
-    ],
-)
-def test_compiled_ones_are_timed_when_all_are_ready(program, expected, tmp_path):
-    """What cannot be compiled, or not in time, is a row that says so."""
-    asked = SimpleNamespace(
-        job=lambda about: [sys.executable, "-c", f"import json, os, time; {program}"], least=0.0, caches=tmp_path
-    )
-    case = Case("capsnet_mnist", 8)
-    pair = [bench.Apart(asked, case, 2), bench.Apart(asked, replace(case, batch=4), 2)]
-    for one in pair:
-        one.wait(pair[0].began + 1)
-    for one in pair:
-        assert one.timed() == {**one.case.plain(), "name": "capsnet_mnist", **expected}
+GOOD = "print('ready', flush=True); input(); print(json.dumps({'ms': 3.0}))"
+WORSE = {
+    "time.sleep(600)": r"over \d+ s",
+    "raise SystemExit('the compiler has given up')": "the compiler has given up",
+    "print('a warning', file=sys.stderr); os.kill(os.getpid(), 9)": "it was killed",
+    "print('ready', flush=True); input(); raise SystemExit('too late')": "too late",
+    "print('ready', flush=True); input(); time.sleep(600)": r"over \d+ s",
+    "print('ready', flush=True); input()": "it was killed",
+    "print('hello', flush=True); raise SystemExit('who is there')": "who is there",
+}
+
+
+def a_program(text):
+    return [sys.executable, "-c", f"import json, os, sys, time; {text}"]
+
+
+@pytest.mark.parametrize("text", WORSE)
+def test_what_fails_apart_says_so_and_harms_nobody(text):
+    """One that is late is ended; those that were ready long before are not."""
+    begun = time.monotonic()
+    apart_ones = [apart.Apart(a_program(program), {}) for program in (text, GOOD, GOOD)]
+    for one in apart_ones[text.startswith("time.sleep") :]:
+        one.wait(begun + 60)
+    for one in apart_ones:
+        one.wait(begun)  # long over
+    first, *others = [one.answer(2.0) for one in apart_ones]
+    assert others == [{"ms": 3.0}, {"ms": 3.0}]
+    assert re.fullmatch(WORSE[text], first["failed"])
+    for one in apart_ones:
+        one.forget()
+        assert one.process.returncode is not None
+        assert not Path(one.errors).exists()
+
+
+def test_apart_ends_where_nobody_waits():
+    """A benchmark that was stopped leaves nothing behind that goes on measuring."""
+    program = "from benchmarks.apart import ready; ready(); print('measured')"
+    one = apart.Apart(a_program(program), {"PYTHONPATH": str(ROOT)})
+    one.wait(time.monotonic() + 60)
+    said, _ = one.process.communicate()
+    assert (said, one.process.returncode) == ("", 1)
+    one.forget()
+
+
+def test_groups_have_room():
+    assert apart.groups([1, 2, 3, 4], room=6, most=9) == [[0, 1, 2], [3]]
+    assert apart.groups([1, 1, 1, 1, 1], room=6, most=2) == [[0, 1], [2, 3], [4]]
+    assert apart.groups([9, 1, 9], room=6, most=9) == [[0], [1], [2]]
+    assert apart.groups([], room=6, most=9) == []
+
+
+def test_compiled_side_by_side(tmp_path, monkeypatch):
+    """On a GPU as many as fit, each answer in its own row."""
+    monkeypatch.setattr(bench.Bench, "room", lambda self, cases: ([1.0] * len(cases), 2.0, 9))
+    jobs = {batch: a_program(GOOD.replace("3.0", str(batch))) for batch in (1, 2, 4)}
+    monkeypatch.setattr(bench.Bench, "job", lambda self, about: jobs[about["case"]["batch"]])
+    monkeypatch.setattr(bench, "machine", lambda device: "a GPU")
+    usual = {"quick": False, "presets": None, "paths": None, "batch": None, "least": 0.0}
+    given = SimpleNamespace(**usual, device="cuda", out=tmp_path, limit=60.0, compiling=60.0)
+    made = bench.Bench(given, str(tmp_path))
+    cases = [Case("capsnet_mnist", batch, path="compiled") for batch in jobs]
+    assert list(made.compiled(cases)) == [{**case.plain(), "name": "capsnet_mnist", "ms": case.batch} for case in cases]
+    assert made.results["compiled_at_once"] == 2
 
 
 def test_unknown_sections_are_named(capsys):
