@@ -78,6 +78,30 @@ def check(ours, definition, inputs):
     assert_as_accurate(ours, definition, inputs, torch.float32)
 
 
+@pytest.mark.parametrize("place", [agreement_cpu, em_cpu], ids=lambda place: place.__name__)
+def test_what_is_the_same_in_every_image(place, monkeypatch):
+    """Parents without a batch, and logits and a prior that all children share, whichever code makes the votes."""
+    monkeypatch.setattr(votes_cpu, "LEAST", 0)
+    monkeypatch.setattr(votes_cpu, "FEWEST", 0)
+    made = []
+    monkeypatch.setattr(place, "parts", lambda votes, parts=place.parts: made.append(votes) or parts(votes))
+    above, pairs = torch.randn(3, 5), [torch.randn(3) for _ in range(2)]
+    inputs = [torch.randn(4, 7, 2), torch.randn(7, 2, 3, 5), above, *pairs]
+
+    def steps(poses, weight, above, logits, prior):
+        votes, gates = Votes(poses, weight), torch.rand(4, 7, generator=torch.Generator().manual_seed(0)).to(poses)
+        if place is agreement_cpu:
+            return ops.agreement_step(votes, above, logits=logits, prior=prior)[0]
+        return ops.em_step(votes, gates, (above, above**2 + 1, logits + prior))[1]
+
+    def by_formulas(*inputs):
+        with ops.backend("torch"):
+            return steps(*inputs)
+
+    assert_equal_with_gradients(steps, by_formulas, inputs)
+    assert made
+
+
 @pytest.mark.parametrize("options", AGREEMENTS.values(), ids=AGREEMENTS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agreement(case, options):

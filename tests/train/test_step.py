@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,3 +252,14 @@ def test_small_batches_are_drawn_together_on_cuda_alone():
     assert drawn_together(replace(RECIPE, batch_size=1 << 20), data) == 1
     batches = training_batches(RECIPE, data, 0, {"device": torch.device("cpu"), "rank": 0, "world": 1})
     assert batches.together == 1
+
+
+def test_a_recording_that_fails_leaves_the_seed(monkeypatch):
+    """Random numbers begin anew at the step's own seed, not at PyTorch's."""
+    states = []
+    monkeypatch.setattr(torch.cuda, "default_generators", [SimpleNamespace(graphsafe_set_state=states.append)])
+    torch.manual_seed(123)
+    expected = torch.rand(3)
+    torch.manual_seed(123)
+    capture.renew_generator(torch.device("cpu", 0))
+    assert torch.equal(torch.rand(3, generator=states[0]), expected)

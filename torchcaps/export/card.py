@@ -91,7 +91,8 @@ def _numbers(line: Result) -> str:
     recipe, reads = line.recipe, "once" if line.test_reads == 1 else f"{line.test_reads} times"
     share = f", its share of {line.together} seeds at once" if line.together > 1 else ""
     took = f" in {line.seconds:,.0f} s on {line.device}{share}" if line.seconds and line.device else ""
-    shortened = f", shortened from {line.planned}" + "," * bool(took) if line.shortened else ""
+    comma = "," if took else ""
+    shortened = f", shortened from {line.planned}{comma}" if line.shortened else ""
     epoch = f"epoch {line.epoch} of" if line.epoch else "the last of"
     chosen = "the best on the validation set" if line.selected == "best" else "the last one"
     sentences = [

@@ -47,7 +47,7 @@ def export_run(
 
     Args:
         out: a folder that is not there yet, or is empty.
-        half: float16, if the validation set shows no difference; refused if it does.
+        half: float16, if held-out images show no difference, or training images where none are; refused if they do.
         onnx: also model.onnx, checked against torch.
         say: is told what was checked.
     """
@@ -81,7 +81,7 @@ def export_run(
 def ship_run(
     run: str | os.PathLike[str], name: str = "", *, device: str = "auto", say: Say = lambda sentence: None
 ) -> Path:
-    """Writes a run's weights into the package, in float16 where that changes no prediction on the validation set.
+    """Writes a run's weights into the package, in float16 where that changes no prediction on held-out images.
 
     The decoder, which has no say in predictions, is in float16 always.
 

@@ -40,12 +40,14 @@ def agreement_step(
         constant: agreements count as constants; the gradient flows through the mixture and the logits.
         coupling: is wanted; otherwise kernels do not make it.
 
-    Shapes: votes [..., i, j, d], parents [..., j, d], logits and prior [i, j]
+    Shapes: votes [..., i, j, d], parents [..., j, d], logits and prior [i, j], or what broadcasts to them
         -> mixture [..., j, d], coupling [..., i, j] or None
     """
     votes = Votes.of(votes)
+    logits, prior = (None if x is None else x.expand(votes.in_caps, votes.parents) for x in (logits, prior))
     if parents is None:
         return _uniform_step(votes, logits, prior, leak)
+    parents = parents.expand(*votes.lead, votes.parents, votes.dim)
     if not coupling and runs_fused(votes):
         from torchcaps.ops.agreement_triton import Options, fused_agreement_step
 

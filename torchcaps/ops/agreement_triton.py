@@ -194,8 +194,6 @@ def fused_agreement_step(
     if offset is not None:
         groups, _, parent_caps, _ = votes.weight.shape
         offset = offset.expand(groups, votes.sharing, parent_caps, votes.dim)
-    parents = parents.expand(*votes.lead, votes.parents, votes.dim)  # which may be the same in every image
-    logits, prior = (None if x is None else x.expand(votes.in_caps, votes.parents) for x in (logits, prior))
     mixture: Tensor = _Agreement.apply(
         votes.poses, votes.weight, offset, parents, logits, prior, votes.window, votes.products, options
     )

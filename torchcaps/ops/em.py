@@ -31,6 +31,9 @@ def em_step(
         -> mass [..., j], mean [..., j, d], variance [..., j, d], coupling [..., i, j] or None from kernels
     """
     votes = Votes.of(votes)
+    if parents is not None:  # which may be the same in every image
+        poses = (*votes.lead, votes.parents, votes.dim)
+        parents = (parents[0].expand(poses), parents[1].expand(poses), parents[2].expand(poses[:-1]))
     if runs_fused(votes):
         from torchcaps.ops.em_triton import fused_em_step
 
@@ -56,6 +59,8 @@ def agreement_fit(
         -> mass [..., j], mixture [..., j, d], variance [..., j, d], coupling [..., i, j] or None from kernels
     """
     votes = Votes.of(votes)
+    if parents is not None:
+        parents = parents.expand(*votes.lead, votes.parents, votes.dim)
     if runs_fused(votes):
         from torchcaps.ops.em_triton import fused_agreement_fit
 

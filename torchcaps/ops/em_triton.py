@@ -71,8 +71,7 @@ def fused_em_step(
         competing: the window, if parents of all windows a child stands in compete for it.
     """
     if parents is not None:
-        poses = (*votes.lead, votes.parents, votes.dim)  # which may be the same in every image
-        mean, variance, log_prior = parents[0].expand(poses), parents[1].expand(poses), parents[2].expand(poses[:-1])
+        mean, variance, log_prior = parents
         parents = (mean, variance.reciprocal(), log_prior - 0.5 * variance.log().sum(-1))
     return _fit(votes, *_step(votes, activations, parents, competing))
 
@@ -86,7 +85,6 @@ def fused_agreement_fit(
     if parents is None or votes.parents == 1:  # a lone parent has all of every vote
         moments = _moments(votes, gates, centre, EVEN.value)
     else:
-        parents = parents.expand(*votes.lead, votes.parents, votes.dim)
         moments = _moments(votes, gates, centre, AGREED.value, scale * parents.float())
     mass, _, variance = _fit(votes, moments, centre)
     return mass, summed(moments[1]).unflatten(0, votes.lead) + mass[..., None] * centre, variance
