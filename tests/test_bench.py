@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import apart, bench, measuring
+from benchmarks.cases import ON_CPU, ON_CUDA, QUICK, QUICK_COLD
 from benchmarks.measuring import Case, slope
 from benchmarks.plain import plain
 from tests.helpers import assert_equal_with_gradients
@@ -28,7 +29,7 @@ def test_quick(tmp_path, capsys):
     assert set(found) == {"machine", "date", "commit", "asked", "took_s", "ceilings", "steps", "growth", "inference"}
     assert set(found["took_s"]) == {"steps", "growth", "inference"}
     rows = [(row["name"], row["path"]) for row in found["steps"]]
-    assert rows == [(case.name, path) for case in bench.QUICK for path in ("ours", "reference", "plain")]
+    assert rows == [(case.name, path) for case in QUICK for path in ("ours", "reference", "plain")]
     for row in found["steps"]:
         assert row["ms"] > 0
         assert row["peak_mib"] > 0
@@ -57,7 +58,7 @@ def test_stopped_half_way(tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "bench.json").read_text())["steps"] == rows
     printed = capsys.readouterr()
     assert f"{rows[0]['ms']:.2f}" in printed.out
-    assert f"{bench.QUICK[0].name}, {bench.QUICK[0].batch}, ours" in printed.err
+    assert f"{QUICK[0].name}, {QUICK[0].batch}, ours" in printed.err
 
 
 def test_taken_up_again(tmp_path, capsys):
@@ -112,7 +113,7 @@ def test_a_finished_section_is_on_disk_before_the_next_begins(tmp_path, monkeypa
 
 
 def test_steps_take_turns(monkeypatch):
-    cases = [replace(bench.QUICK[0], path=path) for path in ("ours", "plain")]
+    cases = [replace(QUICK[0], path=path) for path in ("ours", "plain")]
     taken, take = [], measuring.Run.take
     monkeypatch.setattr(measuring.Run, "take", lambda run: (taken.append(run.case.path), take(run)))
     rows = measuring.measure_by_turns(cases, torch.device("cpu"), 0.0)
@@ -123,7 +124,7 @@ def test_steps_take_turns(monkeypatch):
 def test_cold_starts(tmp_path, capsys):
     bench.main(["--device", "cpu", "--quick", "--only", "cold", "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "bench.json").read_text())["cold"]
-    assert row["preset"] == bench.QUICK_COLD[0]
+    assert row["preset"] == QUICK_COLD[0]
     assert row["total_s"] == pytest.approx(row["imports_s"] + row["build_s"] + row["step_s"])
     assert "the slowest of 1" in capsys.readouterr().out
 
@@ -157,7 +158,7 @@ def test_no_time_left_for_compiling(tmp_path):
     only = ["--only", "steps", "--paths", "compiled", "--compiling", "0"]
     bench.main(["--device", "cpu", "--quick", *only, "--out", str(tmp_path)])
     found = json.loads((tmp_path / "bench.json").read_text())["steps"]
-    assert [row["failed"] for row in found] == ["no time left for compiling"] * len(bench.QUICK)
+    assert [row["failed"] for row in found] == ["no time left for compiling"] * len(QUICK)
 
 
 GOOD = "print('ready', flush=True); input(); print(json.dumps({'ms': 3.0}))"
@@ -291,8 +292,8 @@ def test_plain_is_nothing_of_ours(preset, options, monkeypatch):
 
 
 def test_names_tell_cases_apart():
-    cases = (*bench.ON_CPU, *bench.ON_CUDA)
-    assert len({(case.name, case.batch) for case in bench.ON_CUDA}) == len(bench.ON_CUDA)
-    assert len({(case.name, case.batch) for case in bench.ON_CPU}) == len(bench.ON_CPU)
+    cases = (*ON_CPU, *ON_CUDA)
+    assert len({(case.name, case.batch) for case in ON_CUDA}) == len(ON_CUDA)
+    assert len({(case.name, case.batch) for case in ON_CPU}) == len(ON_CPU)
     assert {case.path for case in cases} == {"ours"}
     assert Case("capsnet_mnist", 8, {"classes": 5}, precision="bf16").name == "capsnet_mnist classes=5 bf16"
