@@ -8,7 +8,7 @@ import torch
 
 from torchcaps.data import augment, protocols, stronger
 from torchcaps.data.random import Draws
-from torchcaps.data.stronger import cutout, elastic, mirrored, sometimes, warp
+from torchcaps.data.stronger import cutout, elastic, mirrored, nudged, sometimes, warp
 
 RANDOM = [warp(15, 0.1, 0.2, 3), elastic(1.2, 4), cutout(5), sometimes((warp(15), elastic(1.2)), 0.7)]
 
@@ -28,7 +28,7 @@ def bilinear(image, y, x):
     return total
 
 
-@pytest.mark.parametrize("step", [*RANDOM, mirrored()], ids=repr)
+@pytest.mark.parametrize("step", [*RANDOM, mirrored(), nudged()], ids=repr)
 def test_steps_are_frozen_and_depend_on_the_position_alone(step):
     assert pickle.loads(pickle.dumps(step)) == step
     assert eval(repr(step), {**vars(augment), **vars(stronger)}) == step
@@ -105,6 +105,22 @@ def test_mirrored():
     assert torch.equal(out[:, 1], images.flip(-1))
 
 
+def test_nudged():
+    images = torch.rand(2, 3, 4, 5)
+    out = nudged()(images)
+    assert out.shape == (2, 9, 3, 4, 5)
+    assert torch.equal(out[:, 4], images)
+    moved = iter(out.unbind(1))
+    for down in (1, 0, -1):
+        for right in (1, 0, -1):
+            view = next(moved)
+            for y in range(4):
+                for x in range(5):
+                    inside = 0 <= y - down < 4 and 0 <= x - right < 5
+                    expected = images[:, :, y - down, x - right] if inside else torch.zeros(2, 3)
+                    assert torch.equal(view[:, :, y, x], expected)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: warp(zoom=1), lambda: warp(-1), lambda: cutout(0), lambda: elastic(1, 1), lambda: sometimes((), 0)]
 )
@@ -126,8 +142,10 @@ def test_our_protocol_does_what_a_row_says():
     assert photos.train == (augment.random_crop(32, padding=4), augment.flip(), numbers, cutout(8))
     assert photos.test == (numbers,)
     assert photos.crops == (numbers, mirrored())
+    assert protocols.find("ours", "cifar10", crops=9).crops == (numbers, nudged())
+    assert protocols.find("ours", "mnist", crops=9).crops == (nudged(),)
     assert protocols.find("ours", "multimnist").train == ()
     with pytest.raises(ValueError, match="multimnist has targets"):
         protocols.find("ours", "multimnist", degrees=5)
-    with pytest.raises(ValueError, match="crops=3 is not known; it is one of 1, 2"):
+    with pytest.raises(ValueError, match="crops=3 is not known; it is one of 1, 2, 9"):
         protocols.find("ours", "cifar10", crops=3)

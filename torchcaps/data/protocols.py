@@ -39,7 +39,7 @@ from torchcaps.data.random import Draws
 from torchcaps.data.splits import Split, Stored
 from torchcaps.data.stronger import cutout as cut_out
 from torchcaps.data.stronger import elastic as stretched
-from torchcaps.data.stronger import mirrored, sometimes, warp
+from torchcaps.data.stronger import mirrored, nudged, sometimes, warp
 
 Steps = tuple[Any, ...]
 
@@ -325,10 +325,11 @@ def ours(
     """Of our own rows, which say what is done: `warp`, `elastic`, crops after `padding`, flips, colours, `cutout`.
 
     The first two blur an image and are done to a `share` of them. A tenth of the training images is held out unless a
-    row says otherwise. crops=2 tests on an image and its mirror image. What is generated with targets, as MultiMNIST
-    is, takes none of it.
+    row says otherwise. crops=2 tests on an image and its mirror image, crops=9 on an image where it is and a pixel to
+    each side. What is generated with targets, as MultiMNIST is, takes none of it.
     """
-    _one_of("crops", crops, (1, 2))
+    views: dict[int, Steps] = {1: (), 2: (mirrored(),), 9: (nudged(),)}
+    _one_of("crops", crops, tuple(views))
     if data.startswith("multimnist"):
         if any((degrees, zoom, shear, move, elastic, padding, mirror, jitter, cutout, crops > 1)):
             raise ValueError(f"{data} has targets, from which augmentation would part its images; leave it out")
@@ -344,7 +345,8 @@ def ours(
         (jitter, colour_jitter(jitter, jitter, jitter)),
     ]
     train = (*(step for wanted, step in steps if wanted), *numbers, *((cut_out(cutout),) if cutout else ()))
-    return Protocol(name, data, train, numbers, crops=(*numbers, mirrored()) if crops == 2 else None, validation=0.1)
+    several = (*numbers, *views[crops]) if crops > 1 else None
+    return Protocol(name, data, train, numbers, crops=several, validation=0.1)
 
 
 PAPERS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {

@@ -1,6 +1,6 @@
 """Augmentation of our own rows, beyond what the papers do: `warp`, `elastic`, `sometimes`, `cutout`.
 
-`mirrored` is for testing.
+`mirrored` and `nudged` are for testing.
 """
 
 from __future__ import annotations
@@ -130,6 +130,19 @@ class mirrored(Step, geometric=True):
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         return torch.stack([images, images.flip(-1)], 1)
+
+
+@dataclass(frozen=True)
+class nudged(Step, geometric=True):
+    """The image where it is and moved by one pixel to each of eight sides, for testing; what moves in is 0.
+
+    Shapes: images [b, c, h, w] -> [b, 9, c, h, w]
+    """
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        height, width = images.shape[-2:]
+        wider = F.pad(images, (1, 1, 1, 1))
+        return torch.stack([wider[..., y : y + height, x : x + width] for y in range(3) for x in range(3)], 1)
 
 
 def _sample(images: Tensor, rows: Tensor, columns: Tensor, fill: str) -> Tensor:
