@@ -9,7 +9,7 @@ import torch
 from torchcaps import recipes
 from torchcaps.data import batches_for
 from torchcaps.evaluate import headline_error, predict
-from torchcaps.runs import open_run, pick_device, read_recipe, read_threshold
+from torchcaps.runs import look, open_run, pick_device, read_recipe, read_threshold
 from torchcaps.train import checkpoint, train
 
 CHANGES = {"epochs": "2", "samples": "64", "batch_size": "16", "keep_epochs": "1"}
@@ -44,6 +44,20 @@ def test_its_data_give_the_validation_error_of_the_run(run):
     data = opened.data()
     batches = batches_for(data.validation, 50, transform=data.test_transform, shuffle=False)
     assert headline_error(predict(opened.model, batches.epoch(0))) == run.metrics[-1]["validation_error"]
+
+
+def test_images_are_looked_at_in_float32(run, monkeypatch):
+    """On a GPU convolutions would take TF32, if nobody forbade it."""
+    seen = []
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    opened = open_run(run.folder, device="cpu")
+    opened.model.register_forward_pre_hook(
+        lambda *_: seen.append((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+    )
+    data = opened.data()
+    look(opened.model, data.test, data, opened.recipe, images=4)
+    assert seen == [(False, "highest")]
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_a_kept_epoch(run, folder):

@@ -24,7 +24,7 @@ from torchcaps.models import create_model
 from torchcaps.models.pretrained import CONFIG, find_pretrained, shipped
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
-from torchcaps.train.prepare import load_data
+from torchcaps.train.prepare import load_data, numerics
 
 MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
 SOME = 10_000  # of these, where only figures are drawn of them
@@ -80,7 +80,8 @@ def look(
         samples=wanted if sample else None,
         device=device,
     )
-    return predict(model, batches.epoch(0))
+    with numerics("32", deterministic=False):  # else cuDNN convolves in TF32
+        return predict(model, batches.epoch(0))
 
 
 def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int | None = None) -> Opened:
