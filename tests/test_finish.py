@@ -11,6 +11,7 @@ import torch
 import torchcaps.finish as ending
 from torchcaps import recipes
 from torchcaps.data import DataSet, load
+from torchcaps.data.stronger import nudged
 from torchcaps.finish import finish, load_predictions
 from torchcaps.predictor import choose_threshold
 from torchcaps.results import read, thinned
@@ -146,6 +147,24 @@ def test_killed_at_any_write_the_next_call_goes_on(folder, name, monkeypatch):
     assert line.test_reads == (
         2 if name in ("predictions.safetensors", "test.json") else 1
     )  # a reading cut short counts
+
+
+def test_of_several_views_the_one_is_told_as_well(folder, monkeypatch):
+    """Nine views, of which the line has the sum; the image alone is looked at in the same reading."""
+    data = replace(load("digits"), test_transform=(nudged(),))
+    opened = open_run(folder, device="cpu")
+    opened = replace(opened, recipe=replace(opened.recipe, data_args={"crops": 9}))
+    plain = []
+    monkeypatch.setattr(ending, "load_data", lambda recipe: plain.append(recipe.data_args) or load("digits"))
+    found = ending.read_test(opened, data, {"threshold": None})
+    assert found["reads"] == 1
+    assert plain == [{}]
+    views = nudged()(data.test.images[:, None].float() / 255)
+    with torch.inference_mode():
+        several = sum(opened.model(view).probabilities for view in views.unbind(1)).argmax(dim=1)
+    assert found["figures"]["error"] == pytest.approx(int((several != data.test.labels).sum()) / 360, abs=1e-12)
+    assert found["figures"]["one_view"]["error"] == pytest.approx(wrong_of(opened.model, data.test) / 360, abs=1e-12)
+    assert found["figures"]["one_view"]["error"] != found["figures"]["error"]
 
 
 def test_reading_the_test_set_after_each_epoch_is_counted(folder):

@@ -10,6 +10,7 @@ import csv
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +21,12 @@ from torch import nn
 from torchcaps.data import DataSet, Split
 from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.predictor import choose_threshold
+from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, read, thinned
 from torchcaps.runs import Opened, look, open_run, read_json, write_json
 from torchcaps.train import checkpoint
 from torchcaps.train.folder import Run
+from torchcaps.train.prepare import load_data
 
 NO_FIGURES = "there is no report, as matplotlib is missing: pip install 'torchcaps[figures]'"
 
@@ -95,7 +98,8 @@ def validate(opened: Opened, data: DataSet) -> dict[str, Any]:
 def read_test(
     opened: Opened, data: DataSet, validated: dict[str, Any], reads: int = 1, images: int | None = None
 ) -> dict[str, Any]:
-    """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen.
+    """Reads the test set and writes down all there is to know of it, also by the last weights if others were chosen,
+    and of each image alone if several views of it are what counts: all of it is one reading.
 
     A reading that was cut short before its figures were written counts all the same, and so does one after each epoch
     where the test set is what epochs are chosen on.
@@ -114,6 +118,9 @@ def read_test(
         "figures": figures_of(predictions, data.test),
         "last": None,
     }
+    if (plain := _alone(recipe)) is not None:
+        same = load_data(plain)
+        found["figures"]["one_view"] = figures_of(look(opened.model, same.test, same, plain, images), same.test)
     if data.familiar is not None:
         found["figures"]["familiar"] = figures(look(opened.model, data.familiar, data, recipe, images))
     if last is not None:
@@ -121,6 +128,13 @@ def read_test(
     save_predictions(folder / "predictions.safetensors", predictions, opened)
     write_json(folder / "test.json", found)
     return found
+
+
+def _alone(recipe: Recipe) -> Recipe | None:
+    """The recipe that tests on each image alone, where this one tests on several views of it."""
+    if (recipe.data_args.get("crops") or 1) == 1:
+        return None
+    return replace(recipe, data_args={name: value for name, value in recipe.data_args.items() if name != "crops"})
 
 
 def figures_of(predictions: Predictions, split: Split) -> Figures:

@@ -356,6 +356,8 @@ def test_test_crops(asked):
     assert data.image == (2, 48, 48)
     data = load("cifar10", protocol="li2018", crops=10)
     assert apply(data.test_transform, data.test.gather(torch.arange(2)).images / 255).shape == (2, 10, 3, 32, 32)
+    alone = load("cifar10", protocol="ours", crops=1)
+    assert alone.test_transform == load("cifar10", protocol="ours").test_transform
     with pytest.raises(ValueError, match="tests on crops=10, not 13"):
         load("cifar10", protocol="li2018", crops=13)
     with pytest.raises(ValueError, match="tests mnist on no crops"):

@@ -63,13 +63,14 @@ def load(
         sources: where to look, in this order.
         options: the set's own, such as viewpoint="azimuth" of smallnorb or draw_seed=1 of generated sets, which draws
             other images than the usual ones, and the protocol's, such as augmentation="+". crops=13 tests on several
-            crops of each image, where the protocol has them.
+            crops of each image, where the protocol has them, and crops=1 on the image alone.
     """
     if not isinstance(name, str) or name not in SETS:
         near = get_close_matches(name, SETS, n=3, cutoff=0.5) if isinstance(name, str) else []
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SETS)}"
         raise ValueError(f"there is no data set {name!r}; {hint}")
     crops = options.pop("crops", None)
+    crops = None if crops == 1 else crops
     paper = None if protocol is None else _protocol(protocol, name, crops, options)
     if paper is None and crops is not None:
         raise ValueError(f"crops={crops} needs a protocol that says how {name} is cropped")
