@@ -177,6 +177,16 @@ def test_an_ensemble_of_several_recipes_has_the_line_of_the_row_that_is_named(ca
     assert (line.recipe, line.test) == (row.to_dict(), found["figures"])
 
 
+def test_an_ensemble_of_one_recipe_says_how_its_members_were_trained(capsys, monkeypatch):
+    row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2, reported="0.1", lr=0.7)
+    monkeypatch.setitem(recipes.tables()["quick"].ROWS, "pairs", row)
+    asked(capsys, A, "--ensemble", B, "--row", "quick:pairs", "--results", "pairs.jsonl")
+    (line,) = read("pairs.jsonl")  # and none of the members, which have theirs
+    own = open_run(A, device="cpu").recipe
+    assert own.lr != 0.7
+    assert line.recipe == replace(own, metric="ensemble_error", seeds=2, reported="0.1", note=row.note).to_dict()
+
+
 def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
     Path(A, "row.json").unlink()
     Path(A, "result.json").unlink()

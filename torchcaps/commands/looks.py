@@ -7,7 +7,7 @@ is counted, in the run's looks.json and in the line that the results get.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchcaps.commands.words import choose, percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.finish import append_line, figures_of, finish, load_predictions, result_of
-from torchcaps.recipes import Recipe, with_overrides
+from torchcaps.recipes import TOLD, Recipe, with_overrides
 from torchcaps.results import Result, read
 from torchcaps.runs import (
     Opened,
@@ -199,7 +199,7 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
     said = []
     for name in chosen:
         if ask.plain:
-            tested(names[name], ask)
+            tested(names[name], replace(ask, results=""))  # its line is where it was trained
             said.append(load_predictions(names[name] / "predictions.safetensors"))
         else:
             recipe = ask.recipe(opened[name].recipe)
@@ -209,9 +209,13 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
         note_look(names[name], key, found)
     answer = _ensemble(names, chosen, ask, found, stored=False)
     lead = opened[chosen[0]]
-    if named is not None or all(opened[name].recipe == lead.recipe for name in chosen):
+    alike = all(opened[name].recipe == lead.recipe for name in chosen)
+    if named is not None or alike:
         table, word = name_of(lead.folder) if named is None else (named.table, named.row)
-        recipe = lead.recipe if named is None else named.recipe
+        recipe = lead.recipe
+        if named is not None:
+            own = {name: getattr(named.recipe, name) for name in TOLD}
+            recipe = replace(lead.recipe, **own) if alike else named.recipe
         more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
         more["chosen_from"] = None if members is None else len(folders)
         more |= _costs([names[name] for name in chosen])
@@ -269,7 +273,7 @@ def told(found: Found) -> str:
     words.append(f"calibration error {percent(numbers['calibration_error'])}")
     how = [f"epoch {found.epoch}"] if found.epoch is not None else []
     how += [f"protocol {found.protocol}"] if found.protocol else []
-    how += [f"{found.crops} crops"] if found.crops is not None else []
+    how += [f"{found.crops} crop{'s' * (found.crops != 1)}"] if found.crops is not None else []
     of = f" of {numbers['images']:,} images"
     told = f"{what}{' (' + ', '.join(how) + ')' if how else ''}: {found.split} {', '.join(words)},{of}"
     if found.test_reads is None:
