@@ -74,7 +74,7 @@ def test_every_row_is_there_and_not_run():
         ("9", ["79", "91.6", "-", "66"]),
         (
             "ours",
-            [*["0.26", "0.16"] * 2, *["0.26"] * 4, "0.16", "0.26", "0.16", "-", "5.1", "5.1", "-", "mean", "4.55"],
+            [*["0.26", "0.16"] * 2, *["0.26"] * 4, "0.16", "0.26", "0.16", "-", "5.1", "5.2", "-", "mean", "4.55"],
         ),
         ("11", ["92.65", "92.15", "87.10", "95.11", "85.74", "80.59", "83.39", "79.81"]),
     ],
@@ -89,23 +89,54 @@ def test_seeds_make_a_mean_and_settings_a_line():
     runs = [result(name, error, seed, together=3) for seed, error in enumerate(errors)]
     runs.append(result(name, 0.004, 0, epochs=50))
     runs.append(result(name, 0.005, 0, changes={"batch_size": 64}, dirty=True))
-    plain, shorter, changed = rows(render_page(runs), "1")[:3]
+    page = render_page(runs)
+    plain, official = rows(page, "1")[:2]
     mean, spread = statistics.mean(errors) * 100, statistics.stdev(errors) * 100
-    assert plain[1:6] == ["error %", "0.26 ± 0.0002", f"{mean:.3f} ± {spread:.3f}", "3", shorter[5]]
+    assert plain[1:5] == ["error %", "0.26 ± 0.0002", f"{mean:.3f} ± {spread:.3f}", "3"]
+    assert plain[5] == "mazzia2021, best epoch on validation"
     assert plain[6:] == ["100", "90 s each, 3 at once on NVIDIA H200", "0123456"]
-    assert shorter[3:5] == ["0.400", "1"]
-    assert shorter[6] == "50 of 100, shortened"
-    assert changed[0].startswith("Efficient-CapsNet, with batch\\_size = 64")
-    assert changed[8] == "0123456\\*"
-    assert "1. assumed: schedule\\_args.floor = 5e-05" in render_page(runs)
+    assert official[3] == "not run"
+    assert plain[0] == "Efficient-CapsNet (1) (2) (3) (4)"
+    assert "1. assumed: schedule\\_args.floor = 5e-05" in page
+    assert "3. also run: 0.400 (epochs 50 of 100, shortened, n = 1, 90 s on NVIDIA H200, 0123456)\n" in page
+    changed = "with batch\\_size = 64, epochs 100, n = 1, 90 s on NVIDIA H200, 0123456\\*"
+    assert f"4. also run: 0.500 ({changed}); run with changes that commit 0123456 does not have\n" in page
+
+
+def test_what_most_rows_have_is_no_part_of_their_names():
+    name = "mazzia2021_table2:efficient"
+    run = result(name, epochs=30, changes={"precision": "bf16", "schedule_args.decay": 0.9349, "lr": 0.1})
+    cells = rows(render_page([run]), "1")[0]
+    assert cells[0].startswith("Efficient-CapsNet, with lr = 0.1 (1)")
+    assert cells[6:8] == ["30 of 100, shortened", "90 s on NVIDIA H200 in bf16"]
+
+
+def test_times_that_differ_much_are_a_span():
+    runs = [result("li2018_table3:1-master", 0.1, seed, seconds=seconds) for seed, seconds in enumerate((60.0, 95.0))]
+    assert rows(render_page(runs), "7")[0][7] == "60 s to 95 s on NVIDIA H200"
+    runs = [replace(run, seconds=90.0 + run.seed) for run in runs]
+    assert rows(render_page(runs), "7")[0][7] == "90 s on NVIDIA H200"
+
+
+def test_seeds_without_a_line_are_told():
+    runs = [result("mazzia2021_table2:efficient", 0.003, seed, together=4) for seed in range(3)]
+    assert "4 were trained at once, of which 3 have a line\n" in render_page(runs)
+    assert "trained at once, of which" not in render_page([*runs, replace(runs[0], seed=3)])
+
+
+def test_one_view_is_told_where_several_count():
+    run = result("ours:cifar10", 0.05)
+    run.test["one_view"] = {"accuracy": 0.94}
+    assert "94.00 with one view of each test image\n" in render_page([run])
+    assert "with one view" not in render_page([run, result("ours:cifar10", 0.05, 1)])
 
 
 def test_fewer_images_an_epoch_are_short_as_well():
     name = "sabour2017_table1:routing3-multimnist"
     multi = [result(name, 0.1, epochs=epochs, changes={"samples": 100_000}) for epochs in (64, 17)]
-    whole, part = (line[6] for line in rows(render_page(multi), "4")[1:3])
-    assert whole == "64, each of 100,000 images instead of 6,000,000, shortened"
-    assert part == "17 of 64, each of 100,000 images instead of 6,000,000, shortened"
+    page = render_page(multi)
+    assert rows(page, "4")[1][6] == "64, each of 100,000 images instead of 6,000,000, shortened"
+    assert "epochs 17 of 64, each of 100,000 images instead of 6,000,000, shortened, n = 1" in page
 
 
 def test_of_two_runs_with_one_seed_the_later_counts():
@@ -176,7 +207,7 @@ def test_a_run_that_stops_where_it_should_is_not_shortened():
 def test_the_last_epoch_is_told_where_another_was_selected():
     run = result("mazzia2021_table2:efficient-official", 0.0026, selected="best", epoch=90)
     page = render_page([replace(run, test_last={"error": 0.003})])
-    assert "released code, best epoch on the test set: 0.300 with the last epoch instead" in page
+    assert "\n3. 0.300 with the last epoch instead" in page
     assert "with the last epoch instead" not in render_page([run])
 
 

@@ -98,7 +98,7 @@ SECOND_MARKDOWN = """\
 | with members alone |  |  | 95.00 | 1 | 0.05 | last 5 of 5 |  |
 | curve | loss |  | 0.125 | 1 |  | last 5 of 5 | 10.0 min |
 
-1. members, chosen on validation: alone seed 0, alone seed 1
+1. members, chosen on validation: alone seed 0 to 1
 
 Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set.
 """

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
+from torchcaps.results.notes import spans
 from torchcaps.results.page import not_run
 from torchcaps.results.tables import cell_of, changed, took
 from torchcaps.shorten import MOVED, is_shortened
@@ -65,23 +66,15 @@ def _lines(runs: list[Result]) -> list[str]:
         lines = [f"# torchcaps evaluate --ensemble, with the folders of {', '.join(first.members)}"]
     else:
         together = first.together > 1
-        lines = [shlex.join(["torchcaps", *words(first), *_seeds(span, together)]) for span in _spans(runs)]
+        lines = [
+            shlex.join(["torchcaps", *words(first), *_seeds(span, together)])
+            for span in spans(run.seed for run in runs)
+        ]
     metric = recipes.find(f"{first.table}:{first.row}").metric.removeprefix("ensemble_")
     commits = " and ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     per_cent = "" if metric == "loss" else " %"
     told = [f"{metric.replace('_', ' ')} {cell_of(metric, runs)}{per_cent}", took(runs), f"commit {commits}"]
     return [*lines, f"    # {', '.join(filter(None, told))}"]
-
-
-def _spans(runs: list[Result]) -> list[list[int]]:
-    """Their seeds, those without a gap in one list."""
-    spans: list[list[int]] = []
-    for seed in sorted({run.seed for run in runs}):
-        if spans and spans[-1][-1] == seed - 1:
-            spans[-1].append(seed)
-        else:
-            spans.append([seed])
-    return spans
 
 
 def _seeds(span: list[int], together: bool) -> list[str]:

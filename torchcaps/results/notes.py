@@ -26,10 +26,12 @@ def latest(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
 def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> list[str]:
     """Args: earlier: runs that others of their seeds have replaced, with what they had."""
     said = [
-        f"members{', chosen on validation' * bool(run.chosen_from)}: {', '.join(run.members)}"
+        f"members{', chosen on validation' * bool(run.chosen_from)}: {in_short(run.members)}"
         for run in runs
         if run.members
     ]
+    if runs and (at_once := max(run.together for run in runs)) > len(runs):
+        said.append(f"{at_once} were trained at once, of which {len(runs)} have a line")
     sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
     said += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
     dirty = sorted({run.commit[:7] for run in runs if run.dirty})
@@ -41,6 +43,30 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
         said.append("the test set was read more than once")
     said += [f"an earlier run of seed {run.seed} had {figure}" for run, figure in earlier]
     return said
+
+
+def spans(numbers: Iterable[int]) -> list[list[int]]:
+    """In order, those without a gap in one list."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def in_short(members: Iterable[str]) -> str:
+    """Names that differ in their last number alone are told as one: efficient/seed-0 to 15."""
+    families: dict[str, list[int]] = {}
+    for name in members:
+        start = name.rstrip("0123456789")
+        families.setdefault(start, []).extend([int(name[len(start) :])] if start != name else [])
+    told = []
+    for start, numbers in families.items():
+        words = [f"{span[0]} to {span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans(numbers)]
+        told.append(start + " and ".join(words))
+    return ", ".join(told)
 
 
 def assumed(recipe: Recipe) -> str:

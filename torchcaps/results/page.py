@@ -24,10 +24,12 @@ from torchcaps.results.tables import (
     took,
     variation,
     with_last_epoch,
+    with_one_view,
 )
 
 HEADINGS = ("row", "metric", "paper", "ours", "n", "protocol", "epochs", "a run took", "commit")
 RIGHT = {"paper", "ours", "n"}
+USUAL = ("precision = bf16", "schedule shortened alike")  # the one is told with the time, the other goes without saying
 READING = re.compile(r"<!-- reading (\S+): begin -->\n(.*?)<!-- reading \1: end -->", re.DOTALL)
 INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
@@ -111,12 +113,28 @@ def _table(group: Group, claimed: Mapping[int, list[Result]]) -> str:
     sides = ["---:" if heading in RIGHT else "---" for heading in HEADINGS]
     lines = [f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
     for entry in group.entries:
-        for cells, said in lines_of(entry, claimed[id(entry)]):
-            numbers = [_number(notes, text) for text in said]
-            first = cells[0] + "".join(f" ({number})" for number in numbers)
-            lines.append(f"| {' | '.join(escaped(cell) for cell in (first, *cells[1:]))} |")
+        (cells, said), *rest = lines_of(entry, claimed[id(entry)])
+        told = [*said, *(_also(entry, other, [text for text in more if text not in said]) for other, more in rest)]
+        numbers = "".join(f" ({_number(notes, text)})" for text in told)
+        first = brief(entry.label, cells[0]) + numbers
+        lines.append(f"| {' | '.join(escaped(cell) for cell in (first, *cells[1:]))} |")
     numbered = "\n".join(f"{number}. {escaped(text)}" for number, text in enumerate(notes, 1))
     return "\n".join(lines) + (f"\n\n{numbered}" if numbered else "")
+
+
+def brief(name: str, label: str) -> str:
+    """A label without the settings that most rows have, or another column tells."""
+    settings = label.removeprefix(name).removeprefix(", with ").split(", ")
+    told = [setting for setting in settings if setting not in USUAL and not setting.startswith("samples = ")]
+    return with_settings(name, ", ".join(filter(None, told)))
+
+
+def _also(entry: Entry, cells: tuple[str, ...], said: list[str]) -> str:
+    """A further line of an entry, as a note."""
+    label, _, _, found, n, _, epochs, took, commit = cells
+    settings = brief(entry.label, label).removeprefix(entry.label).removeprefix(", ")
+    how = ", ".join(filter(None, [settings, f"epochs {epochs}", f"n = {n}", took, commit]))
+    return "; ".join([f"also run: {found} ({how})", *said])
 
 
 def _number(notes: list[str], text: str) -> int:
@@ -146,7 +164,7 @@ def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...],
         how = ", ".join(filter(None, (how, older)))
         label = with_settings(entry.label, how)
         cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
-        lines.append((cells, [*said, *_last(metrics[0], label, runs), *remarks(runs, replaced(metrics[0], earlier))]))
+        lines.append((cells, [*said, *_otherwise(metrics[0], runs), *remarks(runs, replaced(metrics[0], earlier))]))
     return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
 
 
@@ -159,10 +177,13 @@ def _ours_of(metrics: Sequence[str], runs: list[Result]) -> str:
     return cells[0] if len(cells) == 1 else "; ".join(cells)
 
 
-def _last(metric: str, label: str, runs: list[Result]) -> list[str]:
-    """What the last epochs have, where one run at least selected another."""
-    found = with_last_epoch(metric, runs)
-    return [f"{label}: {found} with the last epoch instead"] if found else []
+def _otherwise(metric: str, runs: list[Result]) -> list[str]:
+    """What the last epochs have, where a run selected another, and what one view has, where several count."""
+    at_last, alone = with_last_epoch(metric, runs), with_one_view(metric, runs)
+    return [
+        *([f"{at_last} with the last epoch instead"] if at_last else []),
+        *([f"{alone} with one view of each test image"] if alone else []),
+    ]
 
 
 def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
@@ -180,7 +201,9 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
             short = True
         epochs += ", shortened" * short
     commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
-    return _protocol(recipes.from_dict(first.recipe)), epochs, took(runs), commits
+    ran = recipes.from_dict(first.recipe)
+    time = took(runs) + (f" in {ran.precision}" if ran.precision != "32" else "")
+    return _protocol(ran), epochs, time, commits
 
 
 def _protocol(recipe: Recipe) -> str:

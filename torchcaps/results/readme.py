@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torchcaps.results import Result
-from torchcaps.results.page import claimed_by, lines_of, others, ours, with_settings
+from torchcaps.results.page import brief, claimed_by, lines_of, others, ours
 from torchcaps.results.plan import GROUPS, Group
 from torchcaps.results.sheet import escaped
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-USUAL = ("precision = bf16", "schedule shortened alike")
 HEAD = "| | metric | paper | ours | n | epochs | a run took |\n| --- | --- | ---: | ---: | ---: | --- | --- |"
 
 
@@ -24,17 +23,11 @@ def render_readme_section(results: Sequence[Result], groups: Iterable[Group] | N
         lines += [f"| **{escaped(group.title)}** | | | | | | |"] * bool(ran)
         for entry in ran:
             (label, metric, printed, found, n, protocol, epochs, took, _), _ = lines_of(entry, claimed[id(entry)])[0]
-            cells = (_brief(entry.label, label, protocol), metric, printed, found, n, epochs, took)
+            views = [word for word in protocol.split(", ") if "views" in word]  # by which a test is kinder
+            name = ", ".join([brief(entry.label, label), *views])
+            cells = (name, metric, printed, found, n, epochs, took.removesuffix(" in bf16"))
             lines.append(f"| {' | '.join(map(escaped, cells))} |")
     return "\n".join([BEGIN, "", *([HEAD, *lines] if lines else ["Nothing has been run yet."]), "", END])
-
-
-def _brief(name: str, label: str, protocol: str) -> str:
-    """Without settings that most rows have or another column tells, but with what a test is kinder by."""
-    settings = label.removeprefix(name).removeprefix(", with ").split(", ")
-    told = [setting for setting in settings if setting not in USUAL and not setting.startswith("samples = ")]
-    views = [word for word in protocol.split(", ") if "views" in word]
-    return ", ".join([with_settings(name, ", ".join(filter(None, told))), *views])
 
 
 def update_readme(text: str, results: Sequence[Result], groups: Iterable[Group] | None = None) -> str:

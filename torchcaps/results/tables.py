@@ -19,6 +19,7 @@ from torchcaps.shorten import MOVED, is_shortened
 
 SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
+UNEVEN = 1.5  # times the fastest run's time, from which on a mean of times would mislead
 LEGEND = "Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set."
 
 
@@ -176,17 +177,20 @@ def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, s
 
 
 def took(runs: Sequence[Result]) -> str:
-    """The mean time of a run and the devices; of seeds that were trained at once, the share of each.
+    """The time of a run and the devices; of seeds that were trained at once, the share of each.
 
-    Of an ensemble, the time of all its members. Empty where it is not known.
+    It is the mean, or the span where others beside them or pauses made some take much longer. Of an ensemble, the time
+    of all its members. Empty where it is not known.
     """
     timed = [run for run in runs if run.seconds is not None]
     if not timed:
         return ""
-    seconds, together = statistics.mean(run.seconds or 0.0 for run in timed), max(run.together for run in timed)
+    seconds, together = sorted(run.seconds or 0.0 for run in timed), max(run.together for run in timed)
+    spread = seconds[-1] > UNEVEN * seconds[0]
+    time = f"{_time(seconds[0])} to {_time(seconds[-1])}" if spread else _time(statistics.mean(seconds))
     devices = ", ".join(sorted({run.device for run in timed if run.device}))
     how = " for all members" if timed[0].members else f" each, {together} at once" * (together > 1)
-    return _time(seconds) + how + (f" on {devices}" if devices else "")
+    return time + how + (f" on {devices}" if devices else "")
 
 
 def _time(seconds: float) -> str:
@@ -200,6 +204,13 @@ def with_last_epoch(metric: str, runs: Sequence[Result]) -> str:
     if all(run.test_last is None for run in runs):
         return ""
     return _mean([_figure(metric, run.test_last or run.test, run) for run in runs])
+
+
+def with_one_view(metric: str, runs: Sequence[Result]) -> str:
+    """What they have with one view of each test image; empty where that is what they are told by, or it is unknown."""
+    views = [run.test.get("one_view") for run in runs]
+    known = [_figure(metric, view or {}, run) for view, run in zip(views, runs, strict=True)]
+    return _mean(known) if all(views) else ""
 
 
 def replaced(metric: str, runs: Iterable[Result]) -> list[tuple[Result, str]]:
