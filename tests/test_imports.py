@@ -63,6 +63,7 @@ MAY_IMPORT = {  # what each part may see of the others; its own files always
         "train",
     },
     "export.card": {"models", "results"},
+    "export.record": {"recipes", "results"},
     "export.onnx": {"ops", "types"},
     "demo": {"analysis", "data", "models", "pictures", "predictor", "recipes", "runs", "train", "types"},
     "commands": {

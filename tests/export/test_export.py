@@ -18,12 +18,12 @@ from torchcaps.commands import export as verb
 from torchcaps.data import load
 from torchcaps.evaluate import predict
 from torchcaps.export import export_run, ship_run
-from torchcaps.export.card import model_card
+from torchcaps.export.folder import card_of
 from torchcaps.export.onnx import export_onnx
 from torchcaps.finish import finish
 from torchcaps.models import create_model, pretrained
 from torchcaps.recipes import with_overrides
-from torchcaps.results import Result, read
+from torchcaps.results import read
 from torchcaps.runs import open_run
 from torchcaps.train import train
 from torchcaps.types import Output
@@ -76,7 +76,7 @@ def test_a_folder_comes_back_as_the_same_network(run, tmp_path, images):
 
 
 def test_the_card_says_what_is_so_and_its_code_runs(run, tmp_path, monkeypatch):
-    export_run(run, tmp_path / "digits-net", device="cpu")
+    export_run(run, tmp_path / "digits-net", results=run.parent / "results.jsonl", device="cpu")
     monkeypatch.chdir(tmp_path)
     card = (tmp_path / "digits-net" / "README.md").read_text()
     (line,) = read(run.parent / "results.jsonl")
@@ -85,38 +85,25 @@ def test_the_card_says_what_is_so_and_its_code_runs(run, tmp_path, monkeypatch):
         "the test set was read once",
         "Row `quick:digits`, seed 4, trained for 3 epochs, shortened from 30",
         "on cpu",
+        "The results have no other seed of this recipe.",
+        "torchcaps train quick:digits --epochs 3 --batch-size 16 --lr 0.01 --samples 320 --seed 4  # trains it",
+        "torchcaps evaluate digits-net  # tests this folder",
         "V. Mazzia, F. Salvetti, M. Chiaberge",
         "Apache-2.0",
         "## Intended use and limits",
     ):
         assert words in card
+    assert card == card_of("digits-net", run.parent / "results.jsonl")
+    digit = load("digits").test[0].image
+    pytest.importorskip("PIL.Image").fromarray(digit[0].numpy()).save("image.png")
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     scope = {}
     exec(compile(code, "card", "exec"), scope)
-    assert scope["output"].probabilities.shape == (1, 10)
+    scores = load_pretrained("digits-net")(digit[None] / 255).scores
+    assert scope["answer"].label == str(int(scores.argmax()))
     header = card.split("---")[1]
     assert "license: apache-2.0" in header
     assert f"value: {json.dumps(round(1 - line.test['error'], 6))}" in header
-
-
-def test_the_card_of_two_digits_without_validation():
-    """The exact match is told apart from single digits, and a share of the time from the whole."""
-    recipe = recipes.find("ours:multimnist")
-    test = {"error": 0.1186, "standard_error": 0.001, "images": 100_000, "per_digit_error": 0.0608}
-    line = Result(
-        table="ours", row="multimnist", recipe=recipe.to_dict(), seed=1, test=test, epochs=25, planned=25, epoch=25,
-        seconds=96.0, device="GPU", together=2, commit="0123456789abcdef",
-    )  # fmt: skip
-    about = {
-        "preset": recipe.model, "options": {}, "data": recipe.data, "image": [1, 36, 36], "classes": 10,
-        "class_names": list("0123456789"), "parameters": 154_656, "decoder_parameters": 0, "dtype": "float32",
-        "input": ["pixels / 255"], "threshold": None, "licence": "apache-2.0", "citation": "nobody",
-    }  # fmt: skip
-    card = model_card("two", about, line, [])
-    assert "| test | 100,000 | 11.86 | 0.10 |\n\nThe error is that of the exact match; per digit 6.08 %." in card
-    assert "trained for 25 epochs in 96 s on GPU, its share of 2 seeds at once." in card
-    assert "| validation |" not in card
-    assert "model.onnx" not in card
 
 
 def test_half_precision_keeps_every_class(run, tmp_path):
@@ -131,6 +118,7 @@ def test_half_precision_keeps_every_class(run, tmp_path):
     assert torch.equal(ours.scores.argmax(1), theirs.scores.argmax(1))
     assert not torch.equal(ours.scores, theirs.scores)
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+    assert "before they were rounded to float16, which changed no prediction on held" in (out / "README.md").read_text()
 
 
 def test_half_precision_that_costs_something_is_refused(run, tmp_path, monkeypatch):

@@ -1,10 +1,15 @@
-"""The card of exported weights: what they are, their numbers and where these are from, how to load them, limits."""
+"""The card of exported weights: what they are, their numbers and where these are from, how to load them, limits.
+
+It follows from the folder's config.json and results.jsonl, and from the results that the run's line is in.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from torchcaps.export.record import numbers, several, training
 from torchcaps.models.registry import find_preset
 from torchcaps.results import Result
 
@@ -18,6 +23,10 @@ CITATIONS = {
     "Mazzia et al. 2021": "V. Mazzia, F. Salvetti, M. Chiaberge. Efficient-CapsNet: capsule network with "
     "self-attention routing. Scientific Reports 11, 2021.",
 }
+INSTALL = (
+    "torchcaps needs Python 3.10 or newer and torch 2.10 or newer; in a clone of its repository "
+    "`pip install '.[data]'` installs it."
+)
 
 
 def citation(preset: str) -> str:
@@ -26,19 +35,23 @@ def citation(preset: str) -> str:
     return CITATIONS.get(paper, paper)
 
 
-def model_card(name: str, about: dict[str, Any], line: Result, files: list[str]) -> str:
+def model_card(
+    name: str, about: dict[str, Any], line: Result, files: Sequence[str], seeds: Sequence[Result] = ()
+) -> str:
     """In Markdown, with the header that model hubs read.
 
     Args:
         about: as config.json has it.
         files: names of the other files in the folder.
+        seeds: all of this recipe, as `seeds_of` finds them.
     """
     parts = [
         _header(name, about, line),
         f"# {name}",
         _what(about),
-        "## Numbers\n\n" + _numbers(line),
-        "## Loading\n\n" + _loading(name, about, "model.onnx" in files),
+        "## Numbers\n\n" + numbers(line, about["dtype"], seeds),
+        "## Use\n\n" + _use(name, about, line, "model.onnx" in files),
+        "## Training\n\n" + training(name, line),
         "## Intended use and limits\n\n" + _limits(about),
         f"## Citation\n\n{about['citation']}\n\nPlease cite the paper for the method, and torchcaps for the weights.",
         "## Licence\n\nApache-2.0. `SHA256SUMS` has the checksum of every file, `results.jsonl` the full record.",
@@ -49,6 +62,7 @@ def model_card(name: str, about: dict[str, Any], line: Result, files: list[str])
 def _header(name: str, about: dict[str, Any], line: Result) -> str:
     """YAML, of which JSON is a part: values are written as JSON has them."""
     word = json.dumps
+    metric = "exact_match" if several(line) else "accuracy"
     return "\n".join(
         [
             "---",
@@ -62,7 +76,7 @@ def _header(name: str, about: dict[str, Any], line: Result) -> str:
             "  results:",
             "  - task: {type: image-classification}",
             f"    dataset: {{name: {word(about['data'])}, type: {word(about['data'])}, split: test}}",
-            f"    metrics: [{{type: accuracy, value: {word(round(1 - line.test['error'], 6))}}}]",
+            f"    metrics: [{{type: {metric}, value: {word(round(1 - line.test['error'], 6))}}}]",
             "---",
         ]
     )
@@ -70,7 +84,8 @@ def _header(name: str, about: dict[str, Any], line: Result) -> str:
 
 def _what(about: dict[str, Any]) -> str:
     paper = find_preset(about["preset"]).paper
-    options = ", ".join(f"{word}={value!r}" for word, value in about["options"].items())
+    plain = {word: tuple(value) if isinstance(value, list) else value for word, value in about["options"].items()}
+    options = ", ".join(f"{word}={value!r}" for word, value in plain.items())
     decoder = f" and {about['decoder_parameters']:,} in its decoder" if about["decoder_parameters"] else ""
     return (
         f"The network `{about['preset']}` of torchcaps ({paper}){' with ' + options if options else ''}, trained on "
@@ -80,57 +95,34 @@ def _what(about: dict[str, Any]) -> str:
     )
 
 
-def _numbers(line: Result) -> str:
-    rows = [("test", line.test)]
-    if line.validation:
-        rows.append(("validation", line.validation))
-    table = ["| split | images | error % | standard error |", "| --- | ---: | ---: | ---: |"]
-    for word, figures in rows:
-        error, spread = (100 * figures[key] for key in ("error", "standard_error"))
-        table.append(f"| {word} | {figures['images']:,} | {error:.2f} | {spread:.2f} |")
-    recipe, reads = line.recipe, "once" if line.test_reads == 1 else f"{line.test_reads} times"
-    share = f", its share of {line.together} seeds at once" if line.together > 1 else ""
-    took = f" in {line.seconds:,.0f} s on {line.device}{share}" if line.seconds and line.device else ""
-    comma = "," if took else ""
-    shortened = f", shortened from {line.planned}{comma}" if line.shortened else ""
-    epoch = f"epoch {line.epoch} of" if line.epoch else "the last of"
-    chosen = "the best on the validation set" if line.selected == "best" else "the last one"
-    sentences = [
-        f"Row `{line.table}:{line.row}`, seed {line.seed}, trained for "
-        f"{line.epochs} epoch{'s' * (line.epochs != 1)}{shortened}{took}.",
-        f"The weights are those of {epoch} these epochs, {chosen}; the test set was read {reads}.",
-        f"Protocol: {recipe.get('protocol') or 'none but the data as they are'}; "
-        f"loss {recipe['loss']}, optimiser {recipe['optimizer']}, batches of {recipe['batch_size']}.",
-        f"Code: commit {line.commit[:12]}{' with changes' if line.dirty else ''}.",
-    ]
-    if "per_digit_error" in line.test:
-        sentences.insert(
-            0, f"The error is that of the exact match; per digit {100 * line.test['per_digit_error']:.2f} %."
-        )
-    views = recipe["data_args"].get("crops")
-    if views:
-        sentences.append(f"Each test image counts by the sum over {views} views of it.")
-    return "\n".join(table) + "\n\n" + " ".join(sentences)
-
-
-def _loading(name: str, about: dict[str, Any], onnx: bool) -> str:
-    first = ", ".join(map(str, about["image"]))
+def _use(name: str, about: dict[str, Any], line: Result, onnx: bool) -> str:
+    answer = "answer.label, answer.probability"
+    if several(line):
+        count = about["options"].get("objects", find_preset(about["preset"]).options.get("objects"))
+        longest = line.test.get("chosen_by", "longest") == "longest"
+        answer = "[each.label for each in answer.found]" + f"  # the {count} highest are the answer" * longest
     code = [
         "```python",
-        "import torch, torchcaps",
+        "from torchcaps.predictor import Predictor",
         "",
-        f"model = torchcaps.load_pretrained({name!r})  # this folder",
-        f"output = model(torch.rand(1, {first}))",
-        "output.probabilities, output.capsules",
+        f"predictor = Predictor.open({name!r}, threshold=0)  # this folder; 0: every image gets a class",
+        'answer = predictor("image.png")  # or a list of files, Pillow images or arrays',
+        answer,
         "```",
     ]
-    text = "\n".join(code) + (
-        f"\n\nWhat is done to an image first: {'; then '.join(f'`{step}`' for step in about['input'])}. "
-        f"From a shell, `torchcaps predict {name} IMAGE` does all of that with images of any size."
-    )
-    if onnx:
-        text += " `model.onnx` takes `images`, treated in the same way, in batches of any size."
-    return text
+    views, last = line.recipe["data_args"].get("crops"), about["input"][-1]
+    which = "the image and its mirror image count" if last == "mirrored()" else f"{views} views of the image count"
+    sentences = [
+        "The predictor scales an image to the network's size, then does what was done to test images: "
+        f"{'; then '.join(f'`{step}`' for step in about['input'])}.",
+        *([f"So {which}, by the sum of their probabilities."] if views else []),
+        f"From a shell it is `torchcaps predict {name} IMAGE --threshold 0`.",
+        f"`torchcaps.load_pretrained({name!r})` is the network alone: it takes images "
+        f"[b, {', '.join(map(str, about['image']))}] after these steps{', a view of each,' if views else ''} "
+        "and gives `probabilities`, `capsules` and more.",
+        *(["`model.onnx` takes `images` as the network does, in batches of any size."] if onnx else []),
+    ]
+    return "\n\n".join([INSTALL, "\n".join(code), " ".join(sentences)])
 
 
 def _limits(about: dict[str, Any]) -> str:

@@ -23,6 +23,8 @@ from torchcaps.data import DataSet
 from torchcaps.data.splits import Split
 from torchcaps.evaluate import Predictions, ranking
 from torchcaps.export.card import citation, model_card
+from torchcaps.export.folder import CARD, LINE, write_folder
+from torchcaps.export.record import seeds_of
 from torchcaps.models.pretrained import CONFIG, LIMIT, SHIPPED, WEIGHTS, find_pretrained
 from torchcaps.predictor import steps_of
 from torchcaps.results import Result, from_line
@@ -40,6 +42,7 @@ def export_run(
     *,
     half: bool = False,
     onnx: bool = False,
+    results: str | os.PathLike[str] = "",
     device: str = "auto",
     say: Say = lambda sentence: None,
 ) -> Path:
@@ -49,6 +52,8 @@ def export_run(
         out: a folder that is not there yet, or is empty.
         half: float16, if held-out images show no difference, or training images where none are; refused if they do.
         onnx: also model.onnx, checked against torch.
+        results: the file or folder that has the run's line and those of its recipe's other seeds, whose mean the card
+            gives; if not given, TABLE.jsonl beside the run or `results`, whichever has the line.
         say: is told what was checked.
     """
     out = Path(out)
@@ -56,6 +61,7 @@ def export_run(
         raise ValueError(f"{out} is not empty; name a folder that is not there yet")
     opened = open_run(run, device=device)
     line = result_line(opened)
+    seeds = seeds_of(line, *([results] if results else [opened.folder.parent / f"{line.table}.jsonl", "results"]))
     weights = network_weights(opened)
     if half:
         weights, changed, seen = halved(opened, weights)
@@ -70,11 +76,9 @@ def export_run(
         files["model.onnx"], difference = export_onnx(opened.model, opened.image, opened.class_names)
         say(f"model.onnx gives what torch gives, to {difference:.0e}")
     files[CONFIG] = _json(about)
-    files["README.md"] = model_card(out.resolve().name, about, line, sorted(files)).encode()
-    files["results.jsonl"] = line.line().encode() + b"\n"
-    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in sorted(files.items()))
-    files["SHA256SUMS"] = sums.encode()
-    _write_folder(out, files)
+    files[CARD] = model_card(out.resolve().name, about, line, sorted(files), seeds).encode()
+    files[LINE] = line.line().encode() + b"\n"
+    write_folder(out, files)
     return out
 
 
@@ -202,17 +206,3 @@ def describe(opened: Opened, line: Result, content: bytes, dtype: str) -> dict[s
 
 def _json(about: dict[str, Any]) -> bytes:
     return json.dumps(about, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _write_folder(out: Path, files: dict[str, bytes]) -> None:
-    """Under another name first, so that the folder is there with all its files or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
-    part.mkdir(exist_ok=True)
-    for left in part.iterdir():
-        left.unlink()
-    for name, content in files.items():
-        checkpoint.write(part / name, content)
-    if out.is_dir():
-        out.rmdir()
-    os.replace(part, out)
