@@ -11,6 +11,7 @@ import pytest
 from filelock import FileLock
 
 import torchcaps.finish
+from tests.helpers import lacking
 from torchcaps.cli import main
 from torchcaps.demo import sixty_digits
 
@@ -62,13 +63,6 @@ def make_run(place, *words):
     finally:
         patch.undo()
     return place
-
-
-def lacking(why):
-    """Skips, but where every change is tried nothing may be left out."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(why)
-    pytest.skip(why)
 
 
 @pytest.fixture(scope="session")
