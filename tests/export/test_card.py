@@ -102,6 +102,9 @@ def test_training_is_told_as_it_was():
         assert words in text
     views = replace(line, recipe={**line.recipe, "data_args": {"crops": 9}})
     assert "So 9 views of the image count" in card(views)
+    assert "with one view the error is" not in card(views)
+    told = card(replace(views, test={**line.test, "one_view": {"error": 0.0525}}))
+    assert "the sum over 9 views of it; with one view the error is 5.25 %." in told
     protocol = card(result("sabour2017_table1:routing3"))
     assert "| augmentation (`data_args`) | `shift(pixels=2)`, the protocol's |\n| held out | nothing |" in protocol
 

@@ -64,11 +64,16 @@ def numbers(line: Result, dtype: str, seeds: Sequence[Result] = ()) -> str:
     ]
     weights = [
         f"The weights are those of {epoch} these epochs, {chosen}; the test set was read {reads}.",
-        *([f"Each test image counts by the sum over {views} views of it."] if views else []),
+        *([f"Each test image counts by the sum over {views} views of it{_one_view(line)}."] if views else []),
         *([f"The figures are from before they were rounded to float16, {_tried_on(line)}."] * (dtype == "float16")),
         f"Code: commit {line.commit[:12]}{' with changes' if line.dirty else ''}.",
     ]
     return "\n\n".join(["\n".join(table), " ".join(figures_of), " ".join(weights)])
+
+
+def _one_view(line: Result) -> str:
+    alone = line.test.get("one_view")
+    return f"; with one view the error is {100 * alone['error']:.2f} %" if alone else ""
 
 
 def _exact_match(line: Result) -> list[str]:
