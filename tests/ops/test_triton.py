@@ -500,6 +500,17 @@ def test_products_are_deep_enough_for_tensor_cores(case, low, wide):
 
 
 @pytest.mark.parametrize("case", SIZES)
+def test_gradients_of_weights_have_registers(case):
+    """Or the compiler gives a kernel 32 of them and keeps the rest in memory."""
+    from torchcaps.ops.plan_triton import MOST_WEIGHTS, _value, plan
+    from torchcaps.ops.votes_triton import Tile
+
+    window, (poses, weight, _) = drawn(case)
+    tile = Tile(*map(_value, plan(Votes(poses, weight, window)).tile))
+    assert tile.JL == 1 or tile.C * tile.AP * tile.C * tile.EH * tile.JL * tile.EL <= MOST_WEIGHTS
+
+
+@pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 def test_both_plans_of_em_cut_parents_alike(case, products):
     """One for the sums of each block of parents, one for the gradients that are added to them."""

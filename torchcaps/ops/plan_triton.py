@@ -24,6 +24,7 @@ FEW_PAIRS = 2**18
 WINDOWS = 16  # in a program, as many as a tensor core takes rows
 DEPTH = 16  # of a product, at least; that of gradients with weights runs over a vote's columns
 MOST_PRODUCTS = 2**12  # in a warp, for a window, where tensor cores are not exact enough and each is an instruction
+MOST_WEIGHTS = 2**11  # of a child in a warp with several parents: 64 of a thread's 255 registers for their gradient
 PARTIAL_BYTES = 2**26  # of weight gradients, one for each block of windows; beyond that they are added atomically
 
 
@@ -150,7 +151,8 @@ def plan(
     sb, sc, sp, sh, sw = (*poses.stride(), 0, 0)[:5]
     dtype, precision = precision_of(votes.products)
     padded = triton.next_power_of_2(size)
-    low = low_of(votes) if low is None else low
+    if low is None:
+        low = min(low_of(votes), max(1, MOST_WEIGHTS // (padded * triton.next_power_of_2(columns))))
     if few_exact(votes):  # there children are not multiplied together
         precision, wide = "ieee", min(wide, 16)
         low = min(low, max(1, MOST_PRODUCTS // (votes.rows * padded * triton.next_power_of_2(columns))))
