@@ -31,6 +31,7 @@ SIZES = {  # poses, weight [g, a, j, e], window
     "one parent": ((2, 5, 3), (5, 3, 1, 5), None),
     "many parents": ((2, 5, 4), (5, 2, 70, 2), None),
     "large poses": ((2, 3, 40), (3, 40, 3, 20), None),
+    "larger poses": ((2, 3, 50), (3, 50, 5, 24), None),
     "largest poses": ((2, 3, 64), (3, 64, 20, 64), None),
     "votes of one number": ((3, 5, 40), (5, 40, 9, 1), None),
     "every other child": ((2, 5, 16), (5, 4, 3, 4), None),
@@ -43,6 +44,7 @@ SIZES = {  # poses, weight [g, a, j, e], window
 
 
 DRAWN = {  # in another way than contiguous, or so that votes are about 1
+    "larger poses": lambda *shape: torch.randn(shape) / 8,
     "largest poses": lambda *shape: torch.randn(shape) / 8,
     "windows of large poses": lambda *shape: torch.randn(shape) / 8,
     "votes of one number": lambda *shape: torch.randn(shape) / 8,

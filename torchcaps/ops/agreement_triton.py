@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchcaps.fused.launch_triton import launched
-from torchcaps.ops.plan_triton import few_pairs, interpreted, or_, plan, pose_sum, summed, weight_sum
+from torchcaps.ops.plan_triton import (
+    Plan,
+    few_pairs,
+    interpreted,
+    or_,
+    pack_weight,
+    plan,
+    pose_sum,
+    summed,
+    weight_sum,
+)
 from torchcaps.ops.votes import Votes
 from torchcaps.ops.votes_backward_triton import add_up, hand_down, no_weight_gradient, store_weight_gradient
 from torchcaps.ops.votes_triton import (
@@ -40,6 +50,8 @@ from torchcaps.ops.windows_triton import fold_windows
 # Where there are more parents than a program holds, a first pass gathers over blocks of them what a child needs to
 # know of all: the largest of its logits and the sum of their exponentials, and in the backward pass its mean gradient.
 WHOLE, GATHER, GIVEN = (tl.constexpr(x) for x in range(3))
+LARGE = 2**10  # weights of a child and a parent, which are not rounded and laid out anew for every 16 windows
+PACKED_BYTES = 2**28  # of them, as products take them; more are read as they are
 
 
 @triton.jit
@@ -218,7 +230,7 @@ class _Agreement(torch.autograd.Function):
         ctx.window, ctx.products, ctx.options = window, products, options
         poses, weight, offset, parents, logits, prior = _prepared(poses, weight, offset, parents, logits, prior)
         votes = Votes(poses, weight, window, offset, products)
-        cut = plan(votes)
+        cut, packed = _cut(votes)
         n, i, j = cut.space[-3:]
         blocks = cut.grid[2]
         new = partial(torch.empty, dtype=torch.float32, device=poses.device)
@@ -226,7 +238,7 @@ class _Agreement(torch.autograd.Function):
 
         def run(tops: Tensor, sums: Tensor, which: int) -> None:
             agreement_forward[cut.grid](
-                poses, weight, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, mixture,
+                poses, packed, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, mixture,
                 options.scale, 0.0, cut.per_split, cut.space, cut.tile,
                 logits is not None, prior is not None, options.leak and blocks == 1, which, **cut.options,
             )  # fmt: skip
@@ -246,7 +258,7 @@ class _Agreement(torch.autograd.Function):
     def backward(ctx: Any, d_mixture: Tensor) -> Any:
         poses, weight, offset, parents, logits, prior, tops, sums = ctx.saved_tensors
         votes = Votes(poses, weight, ctx.window, offset, ctx.products)
-        cut = plan(votes)
+        cut, packed = _cut(votes)
         n, i, j = cut.space[-3:]
         d_mixture = d_mixture.reshape(n, j, votes.dim).contiguous()
         blocks = cut.grid[2]
@@ -262,7 +274,7 @@ class _Agreement(torch.autograd.Function):
 
         def run(delta: Tensor, which: int) -> None:
             agreement_backward[cut.grid](
-                poses, weight, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, delta,
+                poses, packed, or_(offset, sums), parents, or_(logits, sums), or_(prior, sums), tops, sums, delta,
                 d_mixture, d_poses, d_weight, or_(d_offset, sums), d_parents, or_(d_logits, sums), or_(d_prior, sums),
                 ctx.options.scale, 0.0, cut.per_split, cut.space, cut.tile,
                 logits is not None, prior is not None, ctx.options.constant, which,
@@ -290,6 +302,14 @@ class _Agreement(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _cut(votes: Votes) -> tuple[Plan, Tensor]:
+    """And the weights as kernels read them."""
+    size, columns = votes.weight.shape[1], votes.weight.shape[3]
+    few = votes.in_caps * votes.weight[0].numel() * 16 <= PACKED_BYTES  # numbers and parents rounded up, in float32
+    cut = plan(votes, packed=size * columns >= LARGE and few)
+    return cut, pack_weight(votes.weight, cut) if cut.tile.PACKED else votes.weight
 
 
 def _prepared(poses: Tensor, weight: Tensor, offset: Tensor | None, parents: Tensor, *pairs: Tensor | None) -> Any:
