@@ -21,7 +21,7 @@ from torch import nn
 from torchcaps.data import DataSet, Split
 from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.predictor import choose_threshold
-from torchcaps.recipes import Recipe
+from torchcaps.recipes import Recipe, views
 from torchcaps.results import Result, append, checksums, from_line, read, thinned
 from torchcaps.runs import Opened, look, open_run, read_json, write_json
 from torchcaps.train import checkpoint
@@ -132,7 +132,7 @@ def read_test(
 
 def _alone(recipe: Recipe) -> Recipe | None:
     """The recipe that tests on each image alone, where this one tests on several views of it."""
-    if (recipe.data_args.get("crops") or 1) == 1:
+    if views(recipe.data_args) == 1:
         return None
     return replace(recipe, data_args={name: value for name, value in recipe.data_args.items() if name != "crops"})
 

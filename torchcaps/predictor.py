@@ -31,7 +31,7 @@ from torchcaps.data.random import Draws
 from torchcaps.evaluate import THRESHOLD, Predictions, checked, predict, ranking
 from torchcaps.losses import multi_hot
 from torchcaps.models.heads import ActivationHead, LengthHead
-from torchcaps.recipes import Recipe
+from torchcaps.recipes import Recipe, views
 from torchcaps.runs import Opened, open_run
 
 KEPT = 0.99  # of the images that are recognised, those that still are with the threshold
@@ -220,7 +220,7 @@ def steps_of(run: Opened) -> tuple[Any, ...]:
     protocol = protocol_of(run.recipe)
     if protocol is None:
         return ()
-    several = run.recipe.data_args.get("crops") and protocol.crops is not None
+    several = views(run.recipe.data_args) > 1 and protocol.crops is not None
     steps = (protocol.crops or ()) if several else protocol.test
     if any(isinstance(step, protocols.standardise_split) for step in steps):
         data = run.data()

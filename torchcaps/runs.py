@@ -70,11 +70,10 @@ def look(
         raise ValueError(f"at least one image of the test set must be looked at, got {images}")
     wanted = min(len(split), images or (most if hasattr(split, "base") else len(split)))
     sample = wanted < len(split)
-    crops = int(recipe.data_args.get("crops") or 1)
     device = next(model.parameters()).device
     batches = batches_for(
         split,
-        max(1, max(128, recipe.batch_size) // crops),
+        max(1, max(128, recipe.batch_size) // recipes.views(recipe.data_args)),
         transform=data.test_transform,
         shuffle=sample,
         samples=wanted if sample else None,

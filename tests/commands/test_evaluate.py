@@ -125,6 +125,16 @@ def test_crops_are_summed_and_a_line_of_their_own(capsys, monkeypatch):
     assert "data_args.crops = 4" in capsys.readouterr().out
 
 
+def test_one_view_is_looked_up_where_the_run_has_told_it(capsys, monkeypatch):
+    monkeypatch.setattr(looks, "look", None)
+    path = Path(A, "test.json")
+    test = json.loads(path.read_text())
+    alone = {**test["figures"], "error": 0.5}
+    path.write_text(json.dumps({**test, "figures": {**test["figures"], "one_view": alone}}))
+    (found,) = asked(capsys, A, "--crops", "1")
+    assert (found["figures"]["error"], found["stored"], found["test_reads"]) == (0.5, True, 1)
+
+
 def test_an_ensemble_is_the_sum_of_lengths_and_names_its_members(capsys, monkeypatch):
     monkeypatch.setattr(looks, "look", None)
     (found,) = asked(capsys, A, "--ensemble", B)

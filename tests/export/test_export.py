@@ -77,6 +77,10 @@ def test_a_folder_comes_back_as_the_same_network(run, tmp_path, images):
 
 def test_the_card_says_what_is_so_and_its_code_runs(run, tmp_path, monkeypatch):
     export_run(run, tmp_path / "digits-net", results=run.parent / "results.jsonl", device="cpu")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl has no line of"):
+        export_run(run, tmp_path / "another", results=tmp_path / "empty.jsonl", device="cpu")
+    assert not (tmp_path / "another").exists()
     monkeypatch.chdir(tmp_path)
     card = (tmp_path / "digits-net" / "README.md").read_text()
     (line,) = read(run.parent / "results.jsonl")

@@ -11,6 +11,8 @@ from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.recipes import with_overrides
 from torchcaps.results import Result, append, from_line, read
+from torchcaps.results.again import commands
+from torchcaps.results.notes import in_short
 from torchcaps.results.page import render_page
 from torchcaps.results.plan import GROUPS
 from torchcaps.results.tables import disagreement, render
@@ -122,6 +124,35 @@ def test_seeds_without_a_line_are_told():
     runs = [result("mazzia2021_table2:efficient", 0.003, seed, together=4) for seed in range(3)]
     assert "4 were trained at once, of which 3 have a line\n" in render_page(runs)
     assert "trained at once, of which" not in render_page([*runs, replace(runs[0], seed=3)])
+
+
+def test_a_look_at_old_weights_is_no_further_run():
+    run = result("ours:mnist-views", 0.003)
+    alone = result("ours:mnist-views", 0.0032, changes={"data_args.crops": 1}, test_reads=2)
+    page = render_page([run, alone])
+    assert "looked at again: 0.320 (with data\\_args.crops = 1, n = 1); the test set was read more than once\n" in page
+    assert "1 views" not in page
+    told = commands([run, alone])
+    assert "# torchcaps evaluate, --data-args.crops 1, with the folders of these seeds: 0\n" in told
+    assert told.count("torchcaps train") == 1
+
+
+def test_a_run_without_a_time_has_none():
+    run = result("li2018_table3:1-master", 0.1, changes={"precision": "bf16"}, seconds=None)
+    assert rows(render_page([run]), "7")[0][7] == "in bf16"
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        (["a/seed-0", "a/seed-2", "a/seed-1", "a/seed-9"], "a/seed-0 to 2 and 9"),
+        (["runs/a", "runs/a1"], "runs/a, runs/a1"),
+        (["seed-00", "seed-1", "seed-10"], "seed-00, seed-1 and 10"),
+        (["a", "b"], "a, b"),
+    ],
+)
+def test_members_in_short(members, told):
+    assert in_short(members) == told
 
 
 def test_one_view_is_told_where_several_count():

@@ -152,7 +152,7 @@ def further(folder: Path, ask: Ask) -> Found:
     """A look at the test set that a run does not make by itself: counted, stored, and a line of the results."""
     with checkpoint.locked(folder):
         opened = open_run(folder, device=ask.device, epoch=ask.epoch)
-        known = looked(folder, ask.key())
+        known = looked(folder, ask.key()) or _one_view(folder, ask)
         if known is not None:
             return _found(folder, ask, known, opened.epoch, True)
         recipe = ask.recipe(opened.recipe)
@@ -166,6 +166,14 @@ def further(folder: Path, ask: Ask) -> Found:
                 changes |= {"epochs": ask.epoch, "selected": "last"}
             append_line(ask.ledger(folder), result_of(opened, data, table, row, **changes))
         return _found(folder, ask, found, opened.epoch, False)
+
+
+def _one_view(folder: Path, ask: Ask) -> Figures | None:
+    """Where several views count, a run has looked at each image alone as well, in the same reading."""
+    if ask != replace(ask, crops=1, protocol="", epoch=None, images=None):
+        return None
+    found: Figures = (read_json(folder / "test.json") or {"figures": {}})["figures"]
+    return found.get("one_view")
 
 
 def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") -> Found:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchcaps.export.record import numbers, several, training
+from torchcaps.export.record import numbers, several, training, views
 from torchcaps.models.registry import find_preset
 from torchcaps.results import Result
 
@@ -110,15 +110,15 @@ def _use(name: str, about: dict[str, Any], line: Result, onnx: bool) -> str:
         answer,
         "```",
     ]
-    views, last = line.recipe["data_args"].get("crops"), about["input"][-1]
-    which = "the image and its mirror image count" if last == "mirrored()" else f"{views} views of the image count"
+    count, last = views(line), about["input"][-1]
+    which = "the image and its mirror image count" if last == "mirrored()" else f"{count} views of the image count"
     sentences = [
         "The predictor scales an image to the network's size, then does what was done to test images: "
         f"{'; then '.join(f'`{step}`' for step in about['input'])}.",
-        *([f"So {which}, by the sum of their probabilities."] if views else []),
+        *([f"So {which}, by the sum of their probabilities."] if count > 1 else []),
         f"From a shell it is `torchcaps predict {name} IMAGE --threshold 0`.",
         f"`torchcaps.load_pretrained({name!r})` is the network alone: it takes images "
-        f"[b, {', '.join(map(str, about['image']))}] after these steps{', a view of each,' if views else ''} "
+        f"[b, {', '.join(map(str, about['image']))}] after these steps{', a view of each,' if count > 1 else ''} "
         "and gives `probabilities`, `capsules` and more.",
         *(["`model.onnx` takes `images` as the network does, in batches of any size."] if onnx else []),
     ]

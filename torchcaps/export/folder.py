@@ -25,7 +25,7 @@ def renew_card(folder: str | os.PathLike[str], results: str | os.PathLike[str] =
         results: the file or folder that may have the recipe's other seeds.
     """
     folder = Path(folder)
-    names = {path.name for path in folder.iterdir()} - {SUMS}
+    names = {path.name for path in folder.iterdir() if path.is_file()} - {SUMS}
     checkpoint.write(folder / CARD, card_of(folder, results).encode())
     checkpoint.write(folder / SUMS, checksums({name: (folder / name).read_bytes() for name in names}))
     return folder / CARD

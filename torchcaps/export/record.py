@@ -39,6 +39,11 @@ def several(line: Result) -> bool:
     return "per_digit_error" in line.test
 
 
+def views(line: Result) -> int:
+    """How many views of a test image count."""
+    return recipes.views(line.recipe["data_args"])
+
+
 def numbers(line: Result, dtype: str, seeds: Sequence[Result] = ()) -> str:
     rows = [("test", line.test)]
     if line.validation:
@@ -55,7 +60,6 @@ def numbers(line: Result, dtype: str, seeds: Sequence[Result] = ()) -> str:
     epoch = f"epoch {line.epoch} of" if line.epoch else "the last of"
     judge = "test" if _validates_on_test(line) else "validation"
     chosen = f"the best on the {judge} set" if line.selected == "best" else "the last one"
-    views = line.recipe["data_args"].get("crops")
     figures_of = [
         *_exact_match(line),
         f"Row `{line.table}:{line.row}`, seed {line.seed}, trained for "
@@ -64,7 +68,11 @@ def numbers(line: Result, dtype: str, seeds: Sequence[Result] = ()) -> str:
     ]
     weights = [
         f"The weights are those of {epoch} these epochs, {chosen}; the test set was read {reads}.",
-        *([f"Each test image counts by the sum over {views} views of it{_one_view(line)}."] if views else []),
+        *(
+            [f"Each test image counts by the sum over {views(line)} views of it{_one_view(line)}."]
+            if views(line) > 1
+            else []
+        ),
         *([f"The figures are from before they were rounded to float16, {_tried_on(line)}."] * (dtype == "float16")),
         f"Code: commit {line.commit[:12]}{' with changes' if line.dirty else ''}.",
     ]

@@ -62,6 +62,8 @@ def export_run(
     opened = open_run(run, device=device)
     line = result_line(opened)
     seeds = seeds_of(line, *([results] if results else [opened.folder.parent / f"{line.table}.jsonl", "results"]))
+    if results and not seeds:
+        raise ValueError(f"{results} has no line of {opened.folder}; leave it out, or name the file that has it")
     weights = network_weights(opened)
     if half:
         weights, changed, seen = halved(opened, weights)

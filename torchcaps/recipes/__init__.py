@@ -128,6 +128,11 @@ class Recipe:
         return json.loads(json.dumps(asdict(self)))
 
 
+def views(data_args: Mapping[str, Any]) -> int:
+    """How many views of a test image a recipe with these `data_args` counts."""
+    return int(data_args.get("crops") or 1)
+
+
 TOLD = ("seeds", "metric", "reported", "assumed", "note")  # of a row, and no step of its training depends on them
 
 

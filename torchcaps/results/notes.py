@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from torchcaps.data import protocols
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result
+
+LAST = re.compile(r"(?<!\d)(0|[1-9]\d*)\Z")  # a number that can be counted on from
+AGAIN = "the test set was read more than once"
 
 
 def latest(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
@@ -30,8 +34,10 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
         for run in runs
         if run.members
     ]
-    if runs and (at_once := max(run.together for run in runs)) > len(runs):
-        said.append(f"{at_once} were trained at once, of which {len(runs)} have a line")
+    again = any(run.test_reads != 1 for run in runs)
+    if runs and not again and (at_once := max(run.together for run in runs)) > len(runs):
+        have = "has" if len(runs) == 1 else "have"
+        said.append(f"{at_once} were trained at once, of which {len(runs)} {have} a line")
     sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
     said += [f"tested on {images:,} of {whole:,} images" for images, whole in sampled]
     dirty = sorted({run.commit[:7] for run in runs if run.dirty})
@@ -39,8 +45,8 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
         said.append(f"run with changes that commit {' and '.join(dirty)} does not have")
     if any(run.selected == "best" and run.data.get("validation", ...) == run.data.get("test") for run in runs):
         said.append("the epoch was chosen on the test set, which was read after each")
-    elif any(run.test_reads != 1 for run in runs):
-        said.append("the test set was read more than once")
+    elif again:
+        said.append(AGAIN)
     said += [f"an earlier run of seed {run.seed} had {figure}" for run, figure in earlier]
     return said
 
@@ -58,12 +64,13 @@ def spans(numbers: Iterable[int]) -> list[list[int]]:
 
 def in_short(members: Iterable[str]) -> str:
     """Names that differ in their last number alone are told as one: efficient/seed-0 to 15."""
-    families: dict[str, list[int]] = {}
+    families: dict[tuple[str, bool], list[int]] = {}
     for name in members:
-        start = name.rstrip("0123456789")
-        families.setdefault(start, []).extend([int(name[len(start) :])] if start != name else [])
+        number = LAST.search(name)
+        start = name[: number.start()] if number else name
+        families.setdefault((start, number is None), []).extend([int(number[0])] if number else [])
     told = []
-    for start, numbers in families.items():
+    for (start, _), numbers in families.items():
         words = [f"{span[0]} to {span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans(numbers)]
         told.append(start + " and ".join(words))
     return ", ".join(told)

@@ -13,7 +13,7 @@ from typing import Any
 from torchcaps import recipes
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result
-from torchcaps.results.notes import assumed, held_out, latest, remarks
+from torchcaps.results.notes import AGAIN, assumed, held_out, latest, remarks
 from torchcaps.results.plan import BOTH, GROUPS, Entry, Group
 from torchcaps.results.sheet import escaped
 from torchcaps.results.tables import (
@@ -133,6 +133,8 @@ def _also(entry: Entry, cells: tuple[str, ...], said: list[str]) -> str:
     """A further line of an entry, as a note."""
     label, _, _, found, n, _, epochs, took, commit = cells
     settings = brief(entry.label, label).removeprefix(entry.label).removeprefix(", ")
+    if AGAIN in said:
+        return "; ".join([f"looked at again: {found} ({settings}, n = {n})", *said])
     how = ", ".join(filter(None, [settings, f"epochs {epochs}", f"n = {n}", took, commit]))
     return "; ".join([f"also run: {found} ({how})", *said])
 
@@ -202,7 +204,7 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
         epochs += ", shortened" * short
     commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     ran = recipes.from_dict(first.recipe)
-    time = took(runs) + (f" in {ran.precision}" if ran.precision != "32" else "")
+    time = " ".join(filter(None, [took(runs), f"in {ran.precision}" if ran.precision != "32" else ""]))
     return _protocol(ran), epochs, time, commits
 
 
@@ -211,8 +213,8 @@ def _protocol(recipe: Recipe) -> str:
     words = [recipe.protocol or "none"]
     on = "the test set" if held_out(recipe) == "test" else "validation"
     words.append(f"best epoch on {on}" if recipe.select == "best" else "last epoch")
-    if recipe.data_args.get("crops"):
-        words.append(f"{recipe.data_args['crops']} views of each test image")
+    if (several := recipes.views(recipe.data_args)) > 1:
+        words.append(f"{several} views of each test image")
     return ", ".join(words)
 
 
