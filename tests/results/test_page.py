@@ -124,6 +124,10 @@ def test_seeds_without_a_line_are_told():
     runs = [result("mazzia2021_table2:efficient", 0.003, seed, together=4) for seed in range(3)]
     assert "4 were trained at once, of which 3 have a line\n" in render_page(runs)
     assert "trained at once, of which" not in render_page([*runs, replace(runs[0], seed=3)])
+    official = result("mazzia2021_table2:efficient-official", 0.003, together=8, selected="best", test_reads=31)
+    official = replace(official, data={"validation": "x", "test": "x"})
+    assert "8 were trained at once, of which 1 has a line\n" in render_page([official])
+    assert "\ntorchcaps train mazzia2021_table2:efficient-official\n" in f"\n{commands([official])}"
 
 
 def test_a_look_at_old_weights_is_no_further_run():

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
-from torchcaps.results.notes import held_out, spans
+from torchcaps.results.notes import is_look, spans
 from torchcaps.results.page import not_run
 from torchcaps.results.tables import cell_of, changed, took
 from torchcaps.shorten import MOVED, is_shortened
@@ -62,7 +62,7 @@ def _switches(changes: Mapping[str, Any]) -> list[str]:
 
 def _lines(runs: list[Result]) -> list[str]:
     first = runs[0]
-    if first.test_reads > 1 and not first.members and held_out(recipes.from_dict(first.recipe)) != "test":
+    if is_look(first):
         seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in runs}))
         lines = [f"# torchcaps evaluate, {shlex.join(words(first)[2:])}, with the folders of these seeds: {seeds}"]
     elif first.members:

@@ -34,7 +34,7 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
         for run in runs
         if run.members
     ]
-    again = any(run.test_reads != 1 for run in runs)
+    again = any(map(is_look, runs))
     if runs and not again and (at_once := max(run.together for run in runs)) > len(runs):
         have = "has" if len(runs) == 1 else "have"
         said.append(f"{at_once} were trained at once, of which {len(runs)} {have} a line")
@@ -43,12 +43,21 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
     dirty = sorted({run.commit[:7] for run in runs if run.dirty})
     if dirty:
         said.append(f"run with changes that commit {' and '.join(dirty)} does not have")
-    if any(run.selected == "best" and run.data.get("validation", ...) == run.data.get("test") for run in runs):
+    if any(map(_chosen_on_test, runs)):
         said.append("the epoch was chosen on the test set, which was read after each")
-    elif again:
+    elif again or any(run.test_reads != 1 for run in runs):
         said.append(AGAIN)
     said += [f"an earlier run of seed {run.seed} had {figure}" for run, figure in earlier]
     return said
+
+
+def is_look(run: Result) -> bool:
+    """Whether this is a further look at weights that have been tested before, and not the test of a training."""
+    return run.test_reads != 1 and not run.members and not _chosen_on_test(run)
+
+
+def _chosen_on_test(run: Result) -> bool:
+    return run.selected == "best" and run.data.get("validation", ...) == run.data.get("test")
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:
