@@ -9,8 +9,9 @@ import torch
 from torchcaps.data import augment, protocols, stronger
 from torchcaps.data.random import Draws
 from torchcaps.data.stronger import cutout, elastic, mirrored, nudged, sometimes, warp
+from torchcaps.data.trivial import trivial
 
-RANDOM = [warp(15, 0.1, 0.2, 3), elastic(1.2, 4), cutout(5), sometimes((warp(15), elastic(1.2)), 0.7)]
+RANDOM = [warp(15, 0.1, 0.2, 3), elastic(1.2, 4), cutout(5), sometimes((warp(15), elastic(1.2)), 0.7), trivial()]
 
 
 def draws(images, seed=3):
@@ -31,7 +32,7 @@ def bilinear(image, y, x):
 @pytest.mark.parametrize("step", [*RANDOM, mirrored(), nudged()], ids=repr)
 def test_steps_are_frozen_and_depend_on_the_position_alone(step):
     assert pickle.loads(pickle.dumps(step)) == step
-    assert eval(repr(step), {**vars(augment), **vars(stronger)}) == step
+    assert eval(repr(step), {**vars(augment), **vars(stronger), "trivial": trivial}) == step
     images = torch.rand(12, 3, 13, 15)
     whole = step(images, draws(images))
     assert whole.dtype == images.dtype

@@ -40,6 +40,7 @@ from torchcaps.data.splits import Split, Stored
 from torchcaps.data.stronger import cutout as cut_out
 from torchcaps.data.stronger import elastic as stretched
 from torchcaps.data.stronger import mirrored, nudged, sometimes, warp
+from torchcaps.data.trivial import trivial as trivially_augmented
 
 Steps = tuple[Any, ...]
 
@@ -319,10 +320,12 @@ def ours(
     padding: int = 0,
     mirror: bool = False,
     jitter: float = 0.0,
+    trivial: bool = False,
     cutout: int = 0,
     crops: int = 1,
 ) -> Protocol:
-    """Of our own rows, which say what is done: `warp`, `elastic`, crops after `padding`, flips, colours, `cutout`.
+    """Of our own rows, which say what is done: `warp`, `elastic`, crops after `padding`, flips, colours, `trivial`,
+    `cutout`.
 
     The first two blur an image and are done to a `share` of them. A tenth of the training images is held out unless a
     row says otherwise. crops=2 tests on an image and its mirror image, crops=9 on an image where it is and a pixel to
@@ -331,7 +334,7 @@ def ours(
     views: dict[int, Steps] = {1: (), 2: (mirrored(),), 9: (nudged(),)}
     _one_of("crops", crops, tuple(views))
     if data.startswith("multimnist"):
-        if any((degrees, zoom, shear, move, elastic, padding, mirror, jitter, cutout, crops > 1)):
+        if any((degrees, zoom, shear, move, elastic, padding, mirror, jitter, trivial, cutout, crops > 1)):
             raise ValueError(f"{data} has targets, from which augmentation would part its images; leave it out")
         return Protocol(name, data, validation=0.1)
     numbers: Steps = (normalise(*CIFAR10_STATISTICS),) if data.startswith("cifar") else ()
@@ -343,6 +346,7 @@ def ours(
         (padding, random_crop(side, padding=padding)),
         (mirror, flip()),
         (jitter, colour_jitter(jitter, jitter, jitter)),
+        (trivial, trivially_augmented()),
     ]
     train = (*(step for wanted, step in steps if wanted), *numbers, *((cut_out(cutout),) if cutout else ()))
     several = (*numbers, *views[crops]) if crops > 1 else None

@@ -97,6 +97,22 @@ CIFAR10 = Recipe(
     reported="mean 94.85, best 95.14",
     note="aim: a mean of 95.14, the paper's best; tested on images and their mirror images",
 )
+CIFAR10_ENCAPNET = replace(
+    CIFAR10,
+    model="encapnet18_cifar10",
+    model_args={"skips": "both"},
+    loss="margin",
+    label_smoothing=0.0,
+    optimizer="adamw",
+    lr=2e-3,
+    optimizer_args={"weight_decay": 0.2, "decay_on": "weights"},
+    mixup=1.0,
+    epochs=160,
+    seeds=1,
+    metric="error",
+    reported="4.55",
+    note="aim: 4.55, the paper's with two OTs; here without feedback, and tested on images and their mirror images",
+)
 
 ROWS: dict[str, Recipe] = {
     "mnist": MNIST,
@@ -150,21 +166,19 @@ ROWS: dict[str, Recipe] = {
         note="the second digit shifted by up to 4 pixels, the first not",
     ),
     "cifar10": CIFAR10,
-    "cifar10-encapnet": replace(
+    "cifar10-trivial": replace(
         CIFAR10,
-        model="encapnet18_cifar10",
-        model_args={"skips": "both"},
-        loss="margin",
-        label_smoothing=0.0,
-        optimizer="adamw",
-        lr=2e-3,
-        optimizer_args={"weight_decay": 0.2, "decay_on": "weights"},
-        mixup=1.0,
-        epochs=160,
-        seeds=1,
-        metric="error",
-        reported="4.55",
-        note="aim: 4.55, the paper's with two OTs; here without feedback, and tested on images and their mirror images",
+        data_args={"padding": 4, "mirror": True, "trivial": True, "cutout": 8},
+        epochs=180,
+        note="aim: a mean of 95.14, the paper's best; with TrivialAugment, and tested on images as they are",
+    ),
+    "cifar10-encapnet": CIFAR10_ENCAPNET,
+    "cifar10-encapnet-trivial": replace(
+        CIFAR10_ENCAPNET,
+        data_args={**CIFAR10.data_args, "trivial": True},
+        mixup=0.2,
+        epochs=180,
+        note="aim: 4.55; with TrivialAugment and less mixup, and tested on images and their mirror images",
     ),
 }
 CITED: dict[str, str] = {}
