@@ -35,7 +35,8 @@ PARTS = {  # so many test images as take some seconds, the same each time, and h
     "capsnet_mnist": (3000, 11),
     "efficient_capsnet_multimnist": (4000, 354),
     "efficient_capsnet_multimnist_resnet": (600, 6),
-    "inverted_cifar10": (400, 23),
+    "encapnet18_cifar10": (60, 9),
+    "inverted_cifar10": (400, 19),
 }
 
 
