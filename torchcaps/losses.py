@@ -1,6 +1,7 @@
 """The papers' losses, means over the batch where nothing else is said, in float32 at least, whatever autocast says.
 
-Labels are int64, [b] for one object in each image or [b, k] for several; -1 pads images with fewer than k.
+Labels are int64, [b] for one object in each image or [b, k] for several; -1 pads images with fewer than k. Margin loss
+and cross entropies also take how present each class is, [b, j] in floating point, as teachers say it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def margin_loss(
 ) -> Tensor:
     """Sabour's Eq. 4: the sum over classes of T max(0, m+ - |v|)^2 + down_weight (1 - T) max(0, |v| - m-)^2.
 
-    T is 1 for every class present, however often its label is repeated.
+    T is 1 for every class present, however often its label is repeated, or what soft labels say.
 
     Args:
         scale: "official" is what the authors ran, half the *mean* over classes: the paper's loss / 20 for ten classes.
@@ -38,8 +39,8 @@ def margin_loss(
     Shapes: lengths [b, j], labels [b] or [b, k], class_weights [j] -> []
     """
     _check_one_of("scale", scale, "paper", "official")
-    _check_scores("lengths", lengths, labels, class_weights)
-    if wanted(lengths.device, replicas=True) and has_triton():
+    _check_scores("lengths", lengths, labels, class_weights, soft=True)
+    if not labels.is_floating_point() and wanted(lengths.device, replicas=True) and has_triton():
         from torchcaps.fused import losses_triton
 
         if losses_triton.takes_margin(lengths):
@@ -47,9 +48,9 @@ def margin_loss(
             margins = (m_plus, m_minus, down_weight)
             return losses_triton.margin_loss(lengths, labels, margins, over, class_weights)
     lengths = widen(lengths)
-    present = multi_hot(labels, lengths.shape[1])
+    present = presence(labels, lengths)
     too_short, too_long = F.relu(m_plus - lengths), F.relu(lengths - m_minus)
-    losses = torch.where(present, too_short.square(), down_weight * too_long.square())
+    losses = present * too_short.square() + down_weight * (1 - present) * too_long.square()
     if class_weights is not None:
         losses = losses * class_weights
     return losses.sum(dim=1).mean() if scale == "paper" else 0.5 * losses.mean()
@@ -208,22 +209,24 @@ def kl_divergence(x: Tensor, y: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, class_weights: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Softmax cross entropy; an image's present classes share its probability equally, images without any do not count.
+    """Softmax cross entropy; an image's present classes share its probability equally, or as soft labels say it, and
+    images without any do not count.
 
     As in torch, class weights make it a weighted mean over the images.
 
     Shapes: logits [b, j], labels [b] or [b, k], class_weights [j] -> []
     """
-    _check_scores("logits", logits, labels, class_weights)
+    _check_scores("logits", logits, labels, class_weights, soft=True)
     _check_smoothing(label_smoothing)
     log_p = widen(logits).log_softmax(dim=1)
-    present = multi_hot(labels, logits.shape[1])
-    labelled = present.any(dim=1, keepdim=True)
+    present = presence(labels, log_p)
+    total = present.sum(dim=1, keepdim=True)
+    labelled = total > 0
     weights = torch.ones_like(log_p[0]) if class_weights is None else class_weights.to(log_p.dtype)
-    targets = present.to(log_p.dtype) / present.sum(dim=1, keepdim=True).clamp(min=1)
+    targets = present / torch.where(labelled, total, 1)
     smooth = (1 - label_smoothing) * targets + label_smoothing / logits.shape[1] * labelled
-    total = (weights * targets).sum()
-    return -(weights * smooth * log_p).sum() / torch.where(total > 0, total, 1)
+    heft = (weights * targets).sum()
+    return -(weights * smooth * log_p).sum() / torch.where(heft > 0, heft, 1)
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
@@ -234,10 +237,10 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: flo
 
     Shapes: logits [b, j], labels [b] or [b, k] -> []
     """
-    _check_scores("logits", logits, labels)
+    _check_scores("logits", logits, labels, soft=True)
     _check_smoothing(label_smoothing)
     logits = widen(logits)
-    present = multi_hot(labels, logits.shape[1]).to(logits.dtype)
+    present = presence(labels, logits)
     return F.binary_cross_entropy_with_logits(logits, (1 - label_smoothing) * present + label_smoothing / 2)
 
 
@@ -250,6 +253,15 @@ def multi_hot(labels: Tensor, classes: int) -> Tensor:
     labels = labels[:, None] if labels.dim() == 1 else labels
     nowhere = torch.zeros(len(labels), 1 + classes, dtype=torch.bool, device=labels.device)
     return nowhere.scatter(1, 1 + labels, True)[:, 1:]  # column 0 takes the padding
+
+
+def presence(labels: Tensor, scores: Tensor) -> Tensor:
+    """How present each class is: 1 or 0 by its label, or as soft labels have it, in the scores' dtype.
+
+    Shapes: labels [b], [b, k] or floating [b, j], scores [b, j] -> [b, j]
+    """
+    present = labels if labels.is_floating_point() else multi_hot(labels, scores.shape[1])
+    return present.to(scores.dtype)
 
 
 def _directions(x: Tensor) -> Tensor:
@@ -281,9 +293,14 @@ def _check_smoothing(label_smoothing: float) -> None:
         raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
 
 
-def _check_scores(name: str, scores: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> None:
+def _check_scores(
+    name: str, scores: Tensor, labels: Tensor, class_weights: Tensor | None = None, soft: bool = False
+) -> None:
     if scores.dim() != 2 or not scores.is_floating_point():
         raise ValueError(f"{name} must be floating point of shape [b, j], got {scores.dtype} {list(scores.shape)}")
-    check_labels(labels, len(scores), scores.shape[1])
+    if not (soft and isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() == 2):
+        check_labels(labels, len(scores), scores.shape[1])
+    elif labels.shape != scores.shape:
+        raise ValueError(f"soft labels must be {list(scores.shape)} like {name}, got {list(labels.shape)}")
     if class_weights is not None and class_weights.shape != scores.shape[1:]:
         raise ValueError(f"class_weights must be [{scores.shape[1]}], got {list(class_weights.shape)}")

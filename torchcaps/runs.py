@@ -20,10 +20,10 @@ from torch import nn
 from torchcaps import recipes
 from torchcaps.data import DataSet, Split, batches_for
 from torchcaps.evaluate import Predictions, predict
-from torchcaps.models import create_model
 from torchcaps.models.pretrained import CONFIG, find_pretrained, shipped
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
+from torchcaps.train.folder import load_saved
 from torchcaps.train.prepare import load_data, numerics
 
 MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
@@ -102,24 +102,12 @@ def open_run(folder: str | os.PathLike[str], *, device: str = "auto", epoch: int
     if epoch is None:
         check_finished(folder)
     path = folder / "weights.safetensors" if epoch is None else _kept(folder, epoch)
-    try:
-        weights, about = checkpoint.load_weights(path)
-        recipe = recipes.from_dict(about["recipe"])
-        seed, shown = int(about["seed"]), int(about["epoch"])
-        channels, height, width = about["image"]
-        class_names = tuple(about["class_names"])
-    except checkpoint.CheckpointError as error:
-        raise ValueError(f"{folder} cannot be opened: {error}") from None
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"{path} does not say what it holds: {error}") from None
-    image = (channels, height, width)
-    model = create_model(recipe.model, **{"image": image, "classes": len(class_names), **recipe.model_args})
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError:
-        raise ValueError(f"the weights in {path} do not fit {recipe.model} as it is built now") from None
-    model = model.to(where).eval().requires_grad_(False)
-    return Opened(folder, recipe, seed, model, image, class_names, shown, read_threshold(folder), where)
+    saved = load_saved(path)
+    model = saved.model.to(where).requires_grad_(False)
+    threshold = read_threshold(folder)
+    return Opened(
+        folder, saved.recipe, saved.seed, model, saved.image, saved.class_names, saved.epoch, threshold, where
+    )
 
 
 def is_exported(folder: Path) -> bool:

@@ -26,6 +26,7 @@ from torchcaps.train import checkpoint, train
 from torchcaps.train.folder import Run, open_folder
 from torchcaps.train.optim import create_optimizer, learning_rate
 from torchcaps.train.prepare import check, create_fabric, load_data, training_batches
+from torchcaps.train.teachers import Teachers
 
 GO_ON = "the same command with --resume goes on"
 PAUSES = (*CODES, "limit", "another rank")
@@ -94,6 +95,7 @@ class Job:
         batches = training_batches(recipe, data, 0, {"device": torch.device("cpu"), "rank": 0, "world": world})
         learning_rate(recipe, 0, len(batches))
         create_optimizer(recipe, [nn.Parameter(torch.zeros(1))])
+        Teachers(recipe, data, torch.device("cpu"))
         return data
 
     def places(self, seeds: list[int]) -> list[str]:

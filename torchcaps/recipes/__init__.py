@@ -58,7 +58,9 @@ class Recipe:
     and `floor` of one_cycle. `optimizer_args` may have `decay_on`: "all", or "weights", which spares norms and biases.
     `data_args` are those of `torchcaps.data.load`, the protocol's own among them. `stop_at` is the accuracy on the
     validation set, above 0 and at most 1, with which training ends: after the first epoch that has it, or after
-    `epochs` if none does. `assumed` names the fields, or single arguments of them, that the paper leaves open.
+    `epochs` if none does. `teachers` are folders of finished runs or of exported weights, or names of weights in the
+    package; in the share `distillation` of the loss their answers stand in place of the labels. `assumed` names the
+    fields, or single arguments of them, that the paper leaves open.
     """
 
     model: str
@@ -89,6 +91,8 @@ class Recipe:
     precision: str = "32"
     label_smoothing: float = 0.0
     mixup: float = 0.0  # both shapes of the Beta that says how much of a second image is mixed in
+    teachers: tuple[str, ...] = ()
+    distillation: float = 0.0
     class_weights: tuple[float, ...] | None = None
     keep_epochs: tuple[int, ...] = ()
     seeds: int = 1
@@ -119,6 +123,8 @@ class Recipe:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
             raise ValueError(f"stop_at is an accuracy above 0 and at most 1, got {self.stop_at}")
+        if not 0 <= self.distillation <= 1:
+            raise ValueError(f"distillation is a share of the loss, from 0 to 1, got {self.distillation}")
         for name in ("reconstruction", "mixup"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from torchcaps.data import DataSet
-from torchcaps.recipes import DEFAULTS, Recipe, differing
+from torchcaps.models import create_model
+from torchcaps.recipes import DEFAULTS, Recipe, differing, from_dict
 from torchcaps.train import checkpoint
 from torchcaps.train.fabric import Fabric
 from torchcaps.train.prepare import RunError, on_first_rank
@@ -113,6 +114,37 @@ class Folder:
                 raise RunError(f"step {step} could not be saved: {reason}{self.intact()}") from error
 
         on_first_rank(self.fabric, attempt)
+
+
+class Saved(NamedTuple):
+    """A network with the weights of a file, in evaluation mode, and what `write_weights` said of them."""
+
+    model: nn.Module
+    recipe: Recipe
+    seed: int
+    epoch: int
+    image: tuple[int, int, int]
+    class_names: tuple[str, ...]
+
+
+def load_saved(path: Path) -> Saved:
+    """The network of a file that `write_weights` wrote, every bit of it checked."""
+    try:
+        weights, about = checkpoint.load_weights(path)
+        recipe = from_dict(about["recipe"])
+        channels, height, width = about["image"]
+        image, class_names = (channels, height, width), tuple(about["class_names"])
+        seed, epoch = int(about["seed"]), int(about["epoch"])
+    except checkpoint.CheckpointError as error:
+        raise ValueError(f"{path.parent} cannot be opened: {error}") from None
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{path} does not say what it holds: {error}") from None
+    model = create_model(recipe.model, **{"image": image, "classes": len(class_names), **recipe.model_args})
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise ValueError(f"the weights in {path} do not fit {recipe.model} as it is built now") from None
+    return Saved(model.eval(), recipe, seed, epoch, image, class_names)
 
 
 def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:

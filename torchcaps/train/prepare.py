@@ -40,6 +40,12 @@ def check(recipe: Recipe) -> None:
         raise ValueError("mixup goes with every loss but spread, which is about one class's distance from the others")
     if recipe.mixup and recipe.reconstruction:
         raise ValueError("mixup leaves no single picture to reconstruct; reconstruction must be 0 with it")
+    if bool(recipe.teachers) != bool(recipe.distillation):
+        given = "teachers" if recipe.teachers else f"a distillation of {recipe.distillation}"
+        wanted = "distillation, the share of the loss that they decide" if recipe.teachers else "teachers"
+        raise ValueError(f"{given} without {wanted}; give both or neither")
+    if recipe.teachers and recipe.loss == "spread":
+        raise ValueError("teachers go with every loss but spread, which is about one class's distance from the others")
     if recipe.clip is not None and recipe.clip_value is not None:
         raise ValueError("clip and clip_value are both given; gradients are clipped by their norm or by value")
 

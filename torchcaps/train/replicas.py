@@ -23,6 +23,7 @@ from torchcaps.train.fabric import Fabric
 from torchcaps.train.prepare import seed_of, training_batches
 from torchcaps.train.stacked import Stack
 from torchcaps.train.step import Step, Tally, cut, mixed, mixup_share
+from torchcaps.train.teachers import Teachers
 
 DRAWN = 64 << 20  # bytes of images drawn and augmented in one call on a fast device
 
@@ -114,13 +115,12 @@ class ReplicaStep(Step):
         optimizer: Optimizer,
         steps_per_epoch: int,
         *,
+        teachers: Teachers | None = None,
         capture: bool = False,
         say: Say = print,
     ):
-        network = stack.all
-        super().__init__(
-            recipe, seeds[0], fabric, network, network, optimizer, steps_per_epoch, capture=capture, say=say
-        )
+        network, options = stack.all, {"teachers": teachers, "capture": capture, "say": say}
+        super().__init__(recipe, seeds[0], fabric, network, network, optimizer, steps_per_epoch, **options)  # type: ignore[arg-type]
         self.seeds, self.stack = tuple(seeds), stack
         self.tally: Tallies = Tallies(fabric.device)
         self.share: Tensor = torch.ones(1, len(seeds), device=fabric.device)
@@ -160,18 +160,22 @@ class ReplicaStep(Step):
     def terms(self, batch: Batch) -> Tensor:
         """The loss terms of all replicas. Shapes: -> [r, t]"""
 
-        def work(network: Any, share: Tensor, images: Tensor, labels: Tensor, targets: Tensor | None = None) -> Tensor:
-            share = share.squeeze()
-            if self.recipe.mixup:
-                images = mixed(images, share)
+        if self.recipe.mixup:
+            batch = batch._replace(images=mixed(batch.images, self.share[..., None, None, None]))
+        taught = self.taught(batch.images.flatten(0, 1))  # by teachers, who see all replicas' images as one batch
+        taught = None if taught is None else taught.unflatten(0, batch.images.shape[:2])
+        given = {name: x for name, x in (("targets", batch.targets), ("taught", taught)) if x is not None}
+
+        def work(network: Any, share: Tensor, images: Tensor, labels: Tensor, *rest: Tensor) -> Tensor:
+            more = dict(zip(given, rest, strict=True))
             with self.fabric.autocast():
                 output = network(images, labels)
-            part = Batch(images, labels, targets)
-            terms = self.terms_from(output, part, self.margin, share)
+            part = Batch(images, labels, more.get("targets"))
+            terms = self.terms_from(output, part, self.margin, share.squeeze(), more.get("taught"))
             self.names = tuple(terms)
             return torch.stack(list(terms.values()))
 
-        return self.stack(work, self.share, *(x for x in batch if x is not None))
+        return self.stack(work, self.share, batch.images, batch.labels, *given.values())
 
 
 def clip_norms(parameters: Any, most: float) -> None:

@@ -24,6 +24,7 @@ from torchcaps.train.progress import Log
 from torchcaps.train.replicas import ReplicaBatches, ReplicaStep
 from torchcaps.train.session import bad_layer
 from torchcaps.train.stacked import Stack
+from torchcaps.train.teachers import Teachers
 
 ALONE = "train these seeds one after the other, without --together"
 
@@ -54,6 +55,7 @@ class Seeds:
             raise ValueError(f"{words} needs a validation set; validation=0.1 holds out a tenth of the images")
         learning_rate(recipe, 0, len(self.batches))
         stack.train()
+        self.teachers = Teachers(recipe, data, fabric.device) if recipe.teachers else None
         self.try_out(shown)
         self.optimizer = create_optimizer(recipe, stack.all, capture and not stack.drew)
         self.step = ReplicaStep(
@@ -63,6 +65,7 @@ class Seeds:
             stack,
             self.optimizer,
             len(self.batches),
+            teachers=self.teachers,
             capture=capture and not stack.drew,
             say=shown.say,
         )
@@ -78,7 +81,8 @@ class Seeds:
     def try_out(self, shown: Log) -> None:
         """One pass forward and back that leaves no trace, for a network that cannot be stacked to say so at once."""
         stack, buffers = self.stack, {name: b.clone() for name, b in self.stack.all.named_buffers()}
-        trial = ReplicaStep(self.recipe, self.seeds, self.fabric, stack, None, len(self.batches), say=shown.say)  # type: ignore[arg-type]
+        steps, teachers = len(self.batches), self.teachers
+        trial = ReplicaStep(self.recipe, self.seeds, self.fabric, stack, None, steps, teachers=teachers, say=shown.say)  # type: ignore[arg-type]
         batch = next(iter(self.batches.epoch(0)))
         try:
             trial.terms(batch._replace(images=batch.images.detach())).sum().backward()

@@ -25,6 +25,7 @@ from torchcaps.train.progress import Log
 from torchcaps.train.ranks import Ranks
 from torchcaps.train.sharded import Gathered, Whole
 from torchcaps.train.step import Step
+from torchcaps.train.teachers import Teachers
 
 
 class Session:
@@ -69,6 +70,7 @@ class Session:
             self.model,
             optimizer,
             len(self.batches),
+            teachers=Teachers(recipe, data, fabric.device) if recipe.teachers else None,
             capture=capture,
             compiled=compiled,
             say=shown.say,

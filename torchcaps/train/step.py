@@ -26,7 +26,14 @@ from torchcaps.train.fabric import Fabric
 from torchcaps.train.halves import Halves
 from torchcaps.train.optim import EMA, set_rates
 from torchcaps.train.prepare import seed_of
+from torchcaps.train.teachers import Teachers
 from torchcaps.types import Output
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "margin": losses.margin_loss,
+    "cross_entropy": losses.cross_entropy,
+    "binary_cross_entropy": losses.binary_cross_entropy,
+}
 
 
 class Step:
@@ -49,11 +56,12 @@ class Step:
         optimizer: Optimizer,
         steps_per_epoch: int,
         *,
+        teachers: Teachers | None = None,
         capture: bool = False,
         compiled: bool = False,
         say: Say = print,
     ):
-        self.recipe, self.seed, self.fabric = recipe, seed, fabric
+        self.recipe, self.seed, self.fabric, self.teachers = recipe, seed, fabric, teachers
         self.network, self.model, self.optimizer = network, model, optimizer
         self.steps_per_epoch = steps_per_epoch
         self.ema = EMA(network, recipe.ema) if recipe.ema else None
@@ -127,10 +135,18 @@ class Step:
     def terms_of(self, part: Batch) -> dict[str, Tensor]:
         if self.recipe.mixup:
             part = part._replace(images=mixed(part.images, self.share))
+        taught = self.taught(part.images)
         if self.compiled is not None and len(part.images) * self.recipe.accumulate == self.recipe.batch_size:
             with self.fabric.autocast():
-                return self.compiled(part.images, part.labels, part.targets, self.margin, self.share)
-        return self.terms_from(self.output_of(part), part, self.margin, self.share)
+                return self.compiled(part.images, part.labels, part.targets, self.margin, self.share, taught)
+        return self.terms_from(self.output_of(part), part, self.margin, self.share, taught)
+
+    def taught(self, images: Tensor) -> Tensor | None:
+        """What the teachers say of these images, where there are any."""
+        if self.teachers is None:
+            return None
+        with self.fabric.autocast():
+            return self.teachers(self.fabric.strategy.precision.convert_input(images))
 
     def output_of(self, part: Batch) -> Output:
         """In one process without Fabric's cast of all outputs to float32: losses do that, for what they look at."""
@@ -147,14 +163,21 @@ class Step:
         targets: Tensor | None,
         margin: float | Tensor,
         share: float | Tensor,
+        taught: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Without what Fabric puts around the network, for one process needs none of it but autocast."""
-        return self.terms_from(self.network(images, labels), Batch(images, labels, targets), margin, share)
+        return self.terms_from(self.network(images, labels), Batch(images, labels, targets), margin, share, taught)
 
     def terms_from(
-        self, output: Output, batch: Batch, margin: float | Tensor, share: float | Tensor
+        self,
+        output: Output,
+        batch: Batch,
+        margin: float | Tensor,
+        share: float | Tensor,
+        taught: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        return loss_terms(self.recipe, output, batch, margin=margin, class_weights=self.class_weights, share=share)
+        weights = self.class_weights
+        return loss_terms(self.recipe, output, batch, margin=margin, class_weights=weights, share=share, taught=taught)
 
 
 class Tally:
@@ -229,12 +252,16 @@ def loss_terms(
     margin: float | Tensor = 0.0,
     class_weights: Tensor | None = None,
     share: float | Tensor = 1.0,
+    taught: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """What is minimised, each term by name and weighted. A pure function, of one replica or of many under vmap.
 
     Args:
         margin: of the spread loss, at this step.
         share: of each image that mixup has left; the rest is the image at the same place from the batch's end.
+        taught: how present each class is by the teachers, in a term of its own.
+
+    Shapes: taught [b, j]
     """
     terms: dict[str, Tensor] = {}
 
@@ -244,15 +271,19 @@ def loss_terms(
             return own
         return share * own + (1 - share) * loss(output.scores, batch.labels.flip(0), **options)
 
-    smoothing = {"label_smoothing": recipe.label_smoothing}
-    if recipe.loss == "margin":
-        terms["margin"] = own_and_others(losses.margin_loss, scale=recipe.loss_scale, class_weights=class_weights)
-    elif recipe.loss == "spread":
+    if recipe.loss == "spread":
         terms["spread"] = losses.spread_loss(output.scores, batch.labels, margin)  # type: ignore[arg-type]
-    elif recipe.loss == "cross_entropy":
-        terms["cross_entropy"] = own_and_others(losses.cross_entropy, class_weights=class_weights, **smoothing)
     else:
-        terms["binary_cross_entropy"] = own_and_others(losses.binary_cross_entropy, **smoothing)
+        loss, options = LOSSES[recipe.loss], dict[str, Any]()
+        if recipe.loss == "margin":
+            options["scale"] = recipe.loss_scale
+        if recipe.loss != "binary_cross_entropy":
+            options["class_weights"] = class_weights
+        smoothing = {} if recipe.loss == "margin" else {"label_smoothing": recipe.label_smoothing}
+        terms[recipe.loss] = own_and_others(loss, **options, **smoothing)
+        if taught is not None:  # with the teachers' own doubts, and no smoothing
+            terms[recipe.loss] = (1 - recipe.distillation) * terms[recipe.loss]
+            terms["distillation"] = recipe.distillation * loss(output.scores, taught, **options)
     if recipe.reconstruction:
         if output.reconstruction is None:
             raise ValueError(
