@@ -9,9 +9,10 @@ from torch import nn
 
 from tests.train.test_knobs import SMALL, few_digits
 from torchcaps.cli import main
+from torchcaps.commands.words import Row, described
 from torchcaps.data import Batch
 from torchcaps.losses import binary_cross_entropy, cross_entropy, margin_loss
-from torchcaps.recipes import Recipe
+from torchcaps.recipes import Recipe, from_dict
 from torchcaps.train import train, train_together
 from torchcaps.train.prepare import check
 from torchcaps.train.step import Step, loss_terms
@@ -193,6 +194,7 @@ def test_a_teacher_that_is_not_there_leaves_no_folder(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_recipes_keep_their_teachers():
+def test_recipes_keep_their_teachers_and_tell_of_them():
     recipe = Recipe(model="m", data="d", teachers=("a", "b/c"), distillation=1.0)
-    assert json.loads(json.dumps(recipe.to_dict()))["teachers"] == ["a", "b/c"]
+    assert from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert "1 of the loss by 2 teachers" in described(Row("t:r", "t", "r", recipe, recipe))[2]

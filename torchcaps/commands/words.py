@@ -135,6 +135,9 @@ def described(row: Row) -> list[str]:
         f"protocol {recipe.protocol}" if recipe.protocol else "",
         "the best epoch on validation is kept" if recipe.select == "best" else "",
         f"ema {recipe.ema:g}" if recipe.ema else "",
+        f"{recipe.distillation:g} of the loss by {len(recipe.teachers)} teacher{'s' * (len(recipe.teachers) > 1)}"
+        if recipe.teachers
+        else "",
         f"precision {recipe.precision}" if recipe.precision != "32" else "",
     ]
     more = "".join(f", {extra}" for extra in extras if extra)

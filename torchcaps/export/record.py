@@ -145,7 +145,11 @@ def training(name: str, line: Result) -> str:
         "precision": recipe.precision,
         "moving average of weights": f"{recipe.ema:g}" if recipe.ema else "none",
         "label smoothing": f"{recipe.label_smoothing:g}" if recipe.label_smoothing else "none",
+        "mixup": f"{recipe.mixup:g}" if recipe.mixup else "none",
     }
+    if recipe.teachers:
+        share = f"in {recipe.distillation:g} of the loss" if recipe.distillation < 1 else "in place of all labels"
+        rows["teachers"] = f"{', '.join(f'`{name}`' for name in recipe.teachers)}, {share}"
     table = ["| | |", "| --- | --- |", *(f"| {word} | {value} |" for word, value in rows.items())]
     shell = []
     if f"{line.table}:{line.row}" in recipes.names():
