@@ -70,7 +70,7 @@ MNIST_TAUGHT = replace(
         "runs/ours-mnist-resnet/seed-3",
     ),
     distillation=0.5,
-    seeds=4,
+    seeds=5,
     note="aim: 0.26; plain5 with five teachers: plain3, plain5 twice, plain7 and residual blocks, trained as above",
 )
 MULTIMNIST = replace(
@@ -157,7 +157,13 @@ ROWS: dict[str, Recipe] = {
     "mnist-views": MNIST_VIEWS,
     "mnist-views-ensemble": replace(MNIST_VIEWS, metric="ensemble_error", reported="0.16", note=ENSEMBLE),
     "mnist-taught": MNIST_TAUGHT,
-    "mnist-taught-ensemble": replace(MNIST_TAUGHT, metric="ensemble_error", reported="0.16", note=ENSEMBLE),
+    "mnist-taught-ensemble": replace(
+        MNIST_TAUGHT,
+        metric="ensemble_error",
+        seeds=10,
+        reported="0.16",
+        note="aim: 0.16; five students and their five teachers together",
+    ),
     "fashion-mnist": replace(
         MNIST,
         data="fashion_mnist",
@@ -202,7 +208,7 @@ ROWS: dict[str, Recipe] = {
         mixup=0.2,
         teachers=("hub/inverted_cifar10",),
         distillation=0.5,
-        epochs=220,
+        epochs=240,
         note="aim: 4.55; as the row above, with inverted attention as teacher, and tested on two views as well",
     ),
 }
