@@ -150,9 +150,10 @@ def test_the_code_of_a_card_gives_what_the_test_gives(folder, tmp_path, monkeypa
     scope = {}
     exec(compile(code, "card", "exec"), scope)
     images = pixels[None] / 255
-    if folder.name == "inverted_cifar10":
+    if "cifar10" in folder.name:
         mean, deviation = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]])[:, :, None, None]
         images = (images - mean) / deviation
+    if folder.name == "encapnet18_cifar10":
         images = torch.cat([images, images.flip(3)])
     with torch.no_grad():
         wanted = network(images).probabilities.mean(0).topk(2 if "multimnist" in folder.name else 1)

@@ -74,8 +74,8 @@ def test_what_is_missing_can_be_trained(capsys, monkeypatch):
         recipes.find(row)
     monkeypatch.chdir(ROOT)
     assert main(["table", "--missing"]) == 0
-    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchcaps")]
-    assert set(left) <= set(lines)
+    left = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert set(left) <= {*lines, "# every row of the page has a result"}
     assert main(["table", "mazzia2021_table2", "--missing"]) == 2
     assert "leave NAME out" in capsys.readouterr().err
 

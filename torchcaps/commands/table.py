@@ -59,7 +59,7 @@ def print_table(
     if missing:
         if name:
             raise ValueError("--missing is for all tables; leave NAME out")
-        print(again.missing(_results("", results or "results")))
+        print(again.missing(_results("", results or "results")) or "# every row of the page has a result")
         return 0
     if not name:
         return _list(results)
