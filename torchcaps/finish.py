@@ -219,6 +219,7 @@ def result_of(opened: Opened, data: DataSet, table: str, row: str, **figures: An
         "steps": final.get("step"),
         "together": len(final.get("together", [0])),
         "energy": final.get("joules"),
+        "teachers": final.get("teachers", {}),
     }
     return Result.now(**{**known, **figures})
 

@@ -209,10 +209,10 @@ def kl_divergence(x: Tensor, y: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, class_weights: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Softmax cross entropy; an image's present classes share its probability equally, or as soft labels say it, and
-    images without any do not count.
+    """Softmax cross entropy; an image's present classes share its probability equally, images without any do not count.
 
-    As in torch, class weights make it a weighted mean over the images.
+    Soft labels that add up to less than 1 make an image count less. As in torch with labels, class weights make it a
+    weighted mean over the images.
 
     Shapes: logits [b, j], labels [b] or [b, k], class_weights [j] -> []
     """
@@ -221,9 +221,9 @@ def cross_entropy(
     log_p = widen(logits).log_softmax(dim=1)
     present = presence(labels, log_p)
     total = present.sum(dim=1, keepdim=True)
-    labelled = total > 0
+    labelled = total.clamp(max=1)
     weights = torch.ones_like(log_p[0]) if class_weights is None else class_weights.to(log_p.dtype)
-    targets = present / torch.where(labelled, total, 1)
+    targets = present / total.clamp(min=1)
     smooth = (1 - label_smoothing) * targets + label_smoothing / logits.shape[1] * labelled
     heft = (weights * targets).sum()
     return -(weights * smooth * log_p).sum() / torch.where(heft > 0, heft, 1)

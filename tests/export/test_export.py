@@ -25,7 +25,7 @@ from torchcaps.models import create_model, pretrained
 from torchcaps.recipes import with_overrides
 from torchcaps.results import read
 from torchcaps.runs import open_run
-from torchcaps.train import train
+from torchcaps.train import checkpoint, train
 from torchcaps.types import Output
 
 CHANGES = {"epochs": "3", "samples": "320", "batch_size": "16", "lr": "0.01"}
@@ -123,6 +123,22 @@ def test_half_precision_keeps_every_class(run, tmp_path):
     assert not torch.equal(ours.scores, theirs.scores)
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
     assert "before they were rounded to float16, which changed no prediction on held" in (out / "README.md").read_text()
+
+
+def test_weights_that_were_rounded_before_are_not_said_to_have_been_tried(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    weights, about = checkpoint.load_weights(run / "weights.safetensors")
+    rounded = {
+        name: value.half().to(value.dtype) if value.is_floating_point() else value for name, value in weights.items()
+    }
+    checkpoint.save_weights(copy / "weights.safetensors", rounded, about)
+    said = []
+    out = export_run(copy, tmp_path / "half", half=True, device="cpu", say=said.append)
+    assert said == ["the weights are float16 numbers already"]
+    assert all(value.dtype == torch.float16 for value in load_file(out / "model.safetensors").values() if value.dim())
+    card = (out / "README.md").read_text()
+    assert "The run had them in float16 already; the figures may be from before they were rounded." in card
+    assert "changed no prediction" not in card
 
 
 def test_half_precision_that_costs_something_is_refused(run, tmp_path, monkeypatch):

@@ -6,12 +6,15 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result, again, read
 from torchcaps.results.notes import held_out, protocol_of
 from torchcaps.results.tables import cell_of, variation
+
+ROUNDED = "float16, as the run has them"  # they were rounded before, on their way from another machine, say
 
 
 def seeds_of(line: Result, *places: str | os.PathLike[str]) -> list[Result]:
@@ -74,6 +77,10 @@ def numbers(line: Result, dtype: str, seeds: Sequence[Result] = ()) -> str:
             else []
         ),
         *([f"The figures are from before they were rounded to float16, {_tried_on(line)}."] * (dtype == "float16")),
+        *(
+            ["The run had them in float16 already; the figures may be from before they were rounded."]
+            * (dtype == ROUNDED)
+        ),
         f"Code: commit {line.commit[:12]}{' with changes' if line.dirty else ''}.",
     ]
     return "\n\n".join(["\n".join(table), " ".join(figures_of), " ".join(weights)])
@@ -110,7 +117,7 @@ def _spread(line: Result, seeds: Sequence[Result]) -> list[str]:
         f"The {len(seeds)} seeds of this recipe have a test error of {cell_of('error', seeds)} % (mean ± standard "
         f"deviation): {', '.join(errors[:-1])} and {errors[-1]}."
     ]
-    if line.test["error"] <= min(each.test["error"] for each in seeds):
+    if sorted(each.test["error"] for each in seeds)[1] > line.test["error"]:
         told.append("This seed has the lowest; the mean is the better guess at another training.")
     return told
 
@@ -149,7 +156,8 @@ def training(name: str, line: Result) -> str:
     }
     if recipe.teachers:
         share = f"in {recipe.distillation:g} of the loss" if recipe.distillation < 1 else "in place of all labels"
-        rows["teachers"] = f"{', '.join(f'`{name}`' for name in recipe.teachers)}, {share}"
+        names = [f"`{'/'.join(Path(name).parts[-2:])}`" for name in recipe.teachers]
+        rows["teachers"] = f"{', '.join(names)}, {share}"
     table = ["| | |", "| --- | --- |", *(f"| {word} | {value} |" for word, value in rows.items())]
     shell = []
     if f"{line.table}:{line.row}" in recipes.names():

@@ -24,7 +24,7 @@ from torchcaps.data.splits import Split
 from torchcaps.evaluate import Predictions, ranking
 from torchcaps.export.card import citation, model_card
 from torchcaps.export.folder import CARD, LINE, write_folder
-from torchcaps.export.record import seeds_of
+from torchcaps.export.record import ROUNDED, seeds_of
 from torchcaps.models.pretrained import CONFIG, LIMIT, SHIPPED, WEIGHTS, find_pretrained
 from torchcaps.predictor import steps_of
 from torchcaps.results import Result, from_line
@@ -64,14 +64,19 @@ def export_run(
     seeds = seeds_of(line, *([results] if results else [opened.folder.parent / f"{line.table}.jsonl", "results"]))
     if results and not seeds:
         raise ValueError(f"{results} has no line of {opened.folder}; leave it out, or name the file that has it")
-    weights = network_weights(opened)
-    if half:
+    weights, dtype = network_weights(opened), "float32"
+    rounded = {name: _half(value) for name, value in weights.items()}
+    if half and all(torch.equal(rounded[name].to(value.dtype), value) for name, value in weights.items()):
+        weights, dtype = rounded, ROUNDED
+        say("the weights are float16 numbers already")
+    elif half:
         weights, changed, seen = halved(opened, weights)
+        dtype = "float16"
         if changed:
             raise ValueError(f"in half precision {changed} of {seen} would get another class; leave --half out")
         say(f"half precision changes the class of none of {seen}")
     files = {WEIGHTS: tensors_to_bytes(weights, {"format": "pt"})}
-    about = describe(opened, line, files[WEIGHTS], "float16" if half else "float32")
+    about = describe(opened, line, files[WEIGHTS], dtype)
     if onnx:
         from torchcaps.export.onnx import export_onnx
 

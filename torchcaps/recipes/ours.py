@@ -187,7 +187,7 @@ ROWS: dict[str, Recipe] = {
         teachers=("hub/inverted_cifar10",),
         distillation=0.5,
         epochs=240,
-        note="aim: 4.55; as the row above, with inverted attention as teacher, and tested on two views as well",
+        note="aim: 4.55; the row above for a third longer, with inverted attention as teacher (hub/ of the repository)",
     ),
 }
 CITED: dict[str, str] = {}

@@ -37,7 +37,7 @@ class Result:
     `planned` are the epochs that the table's row asks for, `energy` joules, `curves` a value an epoch for each word,
     but see `thinned`, `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many
     they were chosen on validation, None where they were not. `together` says how many seeds were trained at once:
-    `seconds` and `energy` are then a share of the whole.
+    `seconds` and `energy` are then a share of the whole. `teachers` has the checksum of each.
     """
 
     table: str
@@ -64,6 +64,7 @@ class Result:
     steps: int | None = None
     together: int = 1
     energy: float | None = None
+    teachers: dict[str, str] = field(default_factory=dict)
     finished: str = ""
 
     @property

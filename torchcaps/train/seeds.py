@@ -55,7 +55,7 @@ class Seeds:
             raise ValueError(f"{words} needs a validation set; validation=0.1 holds out a tenth of the images")
         learning_rate(recipe, 0, len(self.batches))
         stack.train()
-        self.teachers = Teachers(recipe, data, fabric.device) if recipe.teachers else None
+        self.teachers = Teachers(recipe, data, fabric.device)
         self.try_out(shown)
         self.optimizer = create_optimizer(recipe, stack.all, capture and not stack.drew)
         self.step = ReplicaStep(
@@ -65,7 +65,7 @@ class Seeds:
             stack,
             self.optimizer,
             len(self.batches),
-            teachers=self.teachers,
+            teachers=self.teachers if recipe.teachers else None,
             capture=capture and not stack.drew,
             say=shown.say,
         )
@@ -81,7 +81,7 @@ class Seeds:
     def try_out(self, shown: Log) -> None:
         """One pass forward and back that leaves no trace, for a network that cannot be stacked to say so at once."""
         stack, buffers = self.stack, {name: b.clone() for name, b in self.stack.all.named_buffers()}
-        steps, teachers = len(self.batches), self.teachers
+        steps, teachers = len(self.batches), self.teachers if self.recipe.teachers else None
         trial = ReplicaStep(self.recipe, self.seeds, self.fabric, stack, None, steps, teachers=teachers, say=shown.say)  # type: ignore[arg-type]
         batch = next(iter(self.batches.epoch(0)))
         try:
@@ -144,6 +144,7 @@ class Seeds:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "scaler": self.fabric.strategy.precision.state_dict(),
             "tally": self.tally.state_dict(),
+            "teachers": self.teachers.sums,
             "over": self.over,
             "each": [each.state_dict() for each in self.each],
             **self.now.state_dict(),
@@ -153,6 +154,7 @@ class Seeds:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
+        self.teachers.check_same(state.get("teachers", {}))
         self.stack.all.load_state_dict(found.weights)
         load_moments(self.optimizer, state["optimizer"])
         if self.ema is not None:
@@ -206,6 +208,7 @@ class Seeds:
             "device": device_name(self.fabric.device),
             "ranks": 1,
             "together": self.seeds,
+            "teachers": self.teachers.sums,
         }
         if each.rows[-1].get("validation_error") is not None:
             final["validation_error"] = each.rows[run.selected - 1]["validation_error"]
@@ -229,5 +232,6 @@ def part(found: checkpoint.Checkpoint, k: int) -> tuple[dict[str, Tensor], dict[
         "ema": None if ema is None else {"updates": ema["updates"], "average": own(ema["average"])},
         "scaler": state["scaler"],
         "tally": {"totals": own(tally["totals"]), "images": tally["images"]},
+        "teachers": state.get("teachers", {}),
         **state["each"][k],
     }

@@ -61,6 +61,7 @@ class Session:
         if self.validation is None and (recipe.select == "best" or recipe.stop_at is not None):
             words = "select='best'" if recipe.stop_at is None else "stop_at"
             raise ValueError(f"{words} needs a validation set; validation=0.1 holds out a tenth of the images")
+        self.teachers = Teachers(recipe, data, fabric.device)
         learning_rate(recipe, 0, len(self.batches))  # says what is wrong with a schedule before any work is done
         self.step = Step(
             recipe,
@@ -70,7 +71,7 @@ class Session:
             self.model,
             optimizer,
             len(self.batches),
-            teachers=Teachers(recipe, data, fabric.device) if recipe.teachers else None,
+            teachers=self.teachers if recipe.teachers else None,
             capture=capture,
             compiled=compiled,
             say=shown.say,
@@ -130,6 +131,7 @@ class Session:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "scaler": self.fabric.strategy.precision.state_dict(),
             "tally": self.tally.state_dict(),
+            "teachers": self.teachers.sums,
             **self.now.state_dict(),
         }
         self.folder.save(self.now.step, weights, state)
@@ -137,6 +139,7 @@ class Session:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
+        self.teachers.check_same(state.get("teachers", {}))
         self.whole.load(found.weights, state["optimizer"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
@@ -179,6 +182,7 @@ class Session:
             "joules": run.joules,
             "device": device_name(self.fabric.device),
             "ranks": self.fabric.world_size,
+            "teachers": self.teachers.sums,
         }
         if now.rows[-1].get("validation_error") is not None:
             final["validation_error"] = now.rows[run.selected - 1]["validation_error"]

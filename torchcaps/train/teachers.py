@@ -6,12 +6,14 @@ the doubt that is due to it (Beyer et al. 2022). What they say of several classe
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchcaps.data import DataSet
+from torchcaps.data import DataSet, protocols
 from torchcaps.functional import widen
 from torchcaps.models.pretrained import find_pretrained
 from torchcaps.recipes import Recipe, from_dict
@@ -20,22 +22,38 @@ from torchcaps.train.folder import load_saved
 ABSENT, PRESENT = 0.1, 0.9  # the lengths from which on the margin loss asks for no less and no more
 
 
+class Teacher(NamedTuple):
+    """A network in evaluation mode, and how it came to be; `sha256` is that of its file."""
+
+    network: nn.Module
+    recipe: Recipe
+    image: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    sha256: str
+
+
 class Teachers:
     """All of a recipe's teachers, of equal weight.
 
     Args:
-        data: what the student is trained on, by whose protocol the teachers must have been trained too.
+        data: what the student is trained on, which the teachers must have been trained on too.
     """
 
     def __init__(self, recipe: Recipe, data: DataSet, device: torch.device):
         self.networks: list[nn.Module] = []
         self.lengths: list[bool] = []  # whether a teacher's probabilities are lengths that the margin loss has shaped
+        self.sums: dict[str, str] = {}
         for name in recipe.teachers:
-            network, own, class_names = open_teacher(name)
-            check_teacher(name, own, class_names, recipe, data)
-            network = network.to(device).eval().requires_grad_(False)
-            self.networks.append(network.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
-            self.lengths.append(own.loss == "margin")
+            teacher = open_teacher(name)
+            check_teacher(name, teacher, recipe, data)
+            network = teacher.network.to(device).requires_grad_(False)
+            if isinstance(getattr(network, "decoder", None), nn.Module):
+                network.decoder = None  # type: ignore[assignment]
+            if device.type != "mps":
+                network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.networks.append(network)
+            self.lengths.append(teacher.recipe.loss == "margin")
+            self.sums[name] = teacher.sha256
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -49,32 +67,56 @@ class Teachers:
             said.append(((probabilities - ABSENT) / (PRESENT - ABSENT)).clamp(0, 1) if lengths else probabilities)
         return torch.stack(said).mean(dim=0)
 
+    def check_same(self, before: dict[str, str]) -> None:
+        """Refuses to go on with other teachers than a run began with."""
+        for name, found in self.sums.items():
+            if before.get(name, found) != found:
+                raise ValueError(f"the teacher {name} is not the network any more that this run began with")
 
-def open_teacher(name: str) -> tuple[nn.Module, Recipe, tuple[str, ...]]:
-    """The network of a finished run, of exported weights or of the package, with its recipe and the class names."""
+
+def open_teacher(name: str) -> Teacher:
+    """The network of a finished run, of exported weights, or of the package by its name."""
     folder = Path(name)
-    if (folder / "recipe.json").exists():
-        if not (folder / "final.json").exists():
-            raise ValueError(f"the teacher {name} has not finished its own training")
-        saved = load_saved(folder / "weights.safetensors")
-        return saved.model, saved.recipe, saved.class_names
-    found = find_pretrained(name)
     try:
+        if (folder / "recipe.json").exists():
+            if not (folder / "final.json").exists():
+                raise ValueError("it has not finished its own training")
+            path = folder / "weights.safetensors"
+            network, recipe, _, _, image, class_names = load_saved(path)
+            return Teacher(network, recipe, image, class_names, hashlib.sha256(path.read_bytes()).hexdigest())
+        found = find_pretrained(name)
         recipe = from_dict(found.about["result"]["recipe"])
-    except (LookupError, ValueError) as error:
-        raise ValueError(f"the teacher {name} does not say how it was trained: {error}") from None
-    return found.load(), recipe, found.class_names
+        return Teacher(found.load(), recipe, found.image, found.class_names, found.about["sha256"])
+    except LookupError as error:
+        raise ValueError(f"the teacher {name} does not say how it was trained: {error} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the teacher {name} cannot be opened: {error}") from None
 
 
-def check_teacher(name: str, own: Recipe, class_names: tuple[str, ...], student: Recipe, data: DataSet) -> None:
-    """Refuses one that knows other classes, sees images in another way, or has seen those that are held out here."""
-    if class_names != tuple(data.class_names):
-        raise ValueError(f"the teacher {name} knows other classes than {data.name} has: {', '.join(class_names)}")
-    for word in ("data", "protocol"):
-        if (theirs := getattr(own, word)) != (mine := getattr(student, word)):
-            raise ValueError(f"the teacher {name} was trained with {word} {theirs!r}, which must be {mine!r} as here")
-    if data.validation is not None and own.validation != student.validation:
-        raise ValueError(
-            f"the teacher {name} has seen images that are held out here: its validation is {own.validation}, "
-            f"which must be {student.validation} as here"
-        )
+def check_teacher(name: str, teacher: Teacher, student: Recipe, data: DataSet) -> None:
+    """Refuses one that knows other classes or images than the student, or may have seen what that is judged by."""
+    own = teacher.recipe
+    if teacher.class_names != tuple(data.class_names):
+        known = ", ".join(teacher.class_names)
+        raise ValueError(f"the teacher {name} knows other classes than {data.name} has: {known}")
+    if teacher.image != tuple(data.image):
+        sizes = [" x ".join(map(str, image)) for image in (teacher.image, data.image)]
+        raise ValueError(f"the teacher {name} takes images of {sizes[0]}, and these are {sizes[1]}")
+    theirs, mine = treatment(own), treatment(student)
+    for word, value in mine.items():
+        if (other := theirs[word]) != value:
+            raise ValueError(f"the teacher {name} was trained with {word} {other!r}, which must be {value!r} as here")
+    if own.select == "best" and theirs["validation"] == "test":
+        raise ValueError(f"the teacher {name} was chosen on the test set, by which its student will be judged")
+    if own.loss == "cross_entropy" and student.loss != "cross_entropy" and data.train[0].label.dim():
+        raise ValueError(f"the teacher {name} shares one probability among an image's objects, where each has its own")
+
+
+def treatment(recipe: Recipe) -> dict[str, Any]:
+    """What decides which images a network is trained on and how it takes them: all but augmentation and views."""
+    known = protocols.protocol_options(recipe.protocol) if recipe.protocol else ()
+    options = {word: value for word, value in recipe.data_args.items() if word != "crops"}
+    own = {word: options.pop(word) for word in list(options) if word in known}
+    paper = protocols.find(recipe.protocol, recipe.data, **own) if recipe.protocol else None
+    rule = (paper.validation if paper else 0) if recipe.validation is None else recipe.validation
+    return {"data": recipe.data, "data_args": options, "preparation": paper.test if paper else (), "validation": rule}
