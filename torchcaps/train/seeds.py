@@ -65,7 +65,7 @@ class Seeds:
             stack,
             self.optimizer,
             len(self.batches),
-            teachers=self.teachers if recipe.teachers else None,
+            teachers=self.teachers,
             capture=capture and not stack.drew,
             say=shown.say,
         )
@@ -81,7 +81,7 @@ class Seeds:
     def try_out(self, shown: Log) -> None:
         """One pass forward and back that leaves no trace, for a network that cannot be stacked to say so at once."""
         stack, buffers = self.stack, {name: b.clone() for name, b in self.stack.all.named_buffers()}
-        steps, teachers = len(self.batches), self.teachers if self.recipe.teachers else None
+        steps, teachers = len(self.batches), self.teachers
         trial = ReplicaStep(self.recipe, self.seeds, self.fabric, stack, None, steps, teachers=teachers, say=shown.say)  # type: ignore[arg-type]
         batch = next(iter(self.batches.epoch(0)))
         try:

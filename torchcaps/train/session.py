@@ -71,7 +71,7 @@ class Session:
             self.model,
             optimizer,
             len(self.batches),
-            teachers=self.teachers if recipe.teachers else None,
+            teachers=self.teachers,
             capture=capture,
             compiled=compiled,
             say=shown.say,

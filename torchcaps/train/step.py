@@ -143,7 +143,7 @@ class Step:
 
     def taught(self, images: Tensor) -> Tensor | None:
         """What the teachers say of these images, where there are any."""
-        if self.teachers is None:
+        if not self.teachers:
             return None
         with self.fabric.autocast():
             return self.teachers(self.fabric.strategy.precision.convert_input(images))

@@ -55,6 +55,9 @@ class Teachers:
             self.lengths.append(teacher.recipe.loss == "margin")
             self.sums[name] = teacher.sha256
 
+    def __len__(self) -> int:
+        return len(self.networks)
+
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """How present each class is, from 0 to 1, in the mean of all teachers.
