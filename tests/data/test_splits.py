@@ -103,7 +103,21 @@ def test_the_first_are_held_out_by_name():
     assert numbers(train) == list(range(100, 997))
 
 
-@pytest.mark.parametrize("validation", [997, 998, -1, 1.0, 1.5, 0.0, True, "first-997", "first-0", "first", "last-3"])
+def test_parts_are_held_out_in_one_piece():
+    parts = [hold_out(numbered(uneven()), f"part-{part}-of-3", seed=9) for part in (1, 2, 3)]
+    assert [numbers(held) for _, held in parts] == [
+        list(range(332)),
+        list(range(332, 664)),
+        list(range(664, 997)),
+    ]
+    assert all(sorted(numbers(train) + numbers(held)) == list(range(997)) for train, held in parts)
+
+
+REFUSED = [997, 998, -1, 1.0, 1.5, 0.0, True, "first-997", "first-0", "first", "last-3"]
+REFUSED += ["part-0-of-3", "part-4-of-3", "part-1-of-1", "part-1-of-998", "part-1-of-0", "part-1", "part--1-of-3"]
+
+
+@pytest.mark.parametrize("validation", REFUSED)
 def test_hold_out_refuses(validation):
     with pytest.raises(ValueError, match="validation="):
         hold_out(numbered(uneven()), validation)

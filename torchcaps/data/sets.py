@@ -54,8 +54,8 @@ def load(
     """A data set, fetched if it is not in the cache.
 
     Args:
-        validation: how many training images are held out, or which fraction; "first-10000" for the first of them. Left
-            out, the protocol decides, and nothing is held out without one.
+        validation: how many training images are held out, or which fraction; "first-10000" for the first of them,
+            "part-2-of-3" for a part in one piece. Left out, the protocol decides, and nothing is held out without one.
         seed: chooses what is held out.
         protocol: a paper's treatment, such as "sabour2017", or "sabour2017-official" as its released code has it.
         root: the cache folder, if not the usual one.

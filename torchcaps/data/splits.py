@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -201,10 +202,11 @@ def hold_out(split: S, validation: float | str, seed: int = 0, group: str | None
     A number of images or a fraction is taken class by class, in proportion, by `seed`; each class keeps an image to
     train on, if that leaves enough. With a `group` (smallNORB's
     "instance") whole groups are taken, as many in each class, so that no toy is on both sides. "first-10000" takes
-    the first 10,000 images (Sabour's released code).
+    the first 10,000 images (Sabour's released code), "part-2-of-3" the middle one of three equal parts: where a set
+    stands in the order of its writers, as MNIST's training digits do, a part in one piece is by other writers.
     """
     if isinstance(validation, str):
-        taken = _first(len(split), validation)
+        taken = _in_one_piece(len(split), validation)
     elif group is None:
         taken = _stratified(split.labels.cpu(), count_of(validation, len(split)), seed)
     else:
@@ -250,13 +252,22 @@ def count_of(validation: float, length: int) -> int:
     return count
 
 
-def _first(length: int, rule: str) -> Tensor:
-    word, _, number = rule.partition("-")
-    if word != "first" or not number.isdecimal() or not 0 < int(number) < length:
+def _in_one_piece(length: int, rule: str) -> Tensor:
+    """Shapes: -> [length], True where held out"""
+    begin, end = 0, 0
+    if found := re.fullmatch(r"first-(\d+)", rule):
+        end = int(found[1])
+    elif found := re.fullmatch(r"part-(\d+)-of-(\d+)", rule):
+        part, parts = int(found[1]), int(found[2])
+        if 1 <= part <= parts <= length:
+            begin, end = length * (part - 1) // parts, length * part // parts
+    if not 0 < end - begin < length:
         raise ValueError(
-            f"validation={rule!r} is not known; say a number, a fraction, or 'first-N' with N below {length}"
+            f"validation={rule!r} is not known; say a number, a fraction, 'first-N' with N below {length}, "
+            "or 'part-K-of-N' with K up to N"
         )
-    return torch.arange(length) < int(number)
+    place = torch.arange(length)
+    return (place >= begin) & (place < end)
 
 
 def _stratified(labels: Tensor, count: int, seed: int) -> Tensor:
