@@ -30,11 +30,12 @@ def count(module):
         (lambda: resnet_backbone(3, width=256), 4_521_024, (256, 16, 16)),
         (lambda: simple_backbone(3), 7_168, (256, 16, 16)),
         (lambda: conv_stem(3, 256, 9), 62_464, (256, 24, 24)),
-        (lambda: plain_backbone(3, 3), 1_012_096, (176, 12, 12)),
-        (lambda: plain_backbone(3, 5), 1_027_360, (160, 12, 12)),
-        (lambda: plain_backbone(3, 7), 2_265_936, (192, 8, 8)),
+        (lambda: plain_backbone(3, "plain3"), 1_012_096, (176, 12, 12)),
+        (lambda: plain_backbone(3, "plain5"), 1_027_360, (160, 12, 12)),
+        (lambda: plain_backbone(3, "plain7"), 2_265_936, (192, 8, 8)),
+        (lambda: plain_backbone(3, "wide5"), 2_309_040, (240, 12, 12)),
     ],
-    ids=["resnet128", "resnet256", "simple", "stem", "plain3", "plain5", "plain7"],
+    ids=["resnet128", "resnet256", "simple", "stem", "plain3", "plain5", "plain7", "wide5"],
 )
 def test_counts_and_shapes(make, expected, shape):
     with torch.device("meta"):

@@ -76,22 +76,24 @@ def resnet_stem(in_channels: int, out_channels: int = 64) -> nn.Sequential:
     )
 
 
-PLAIN = {  # channels by the side of the kernels
-    3: (32, 48, 64, 80, 96, 112, 128, 144, 160, 176),
-    5: (32, 64, 96, 128, 160),
-    7: (48, 96, 144, 192),
+PLAIN = {  # the side of the kernels, and channels
+    "plain3": (3, (32, 48, 64, 80, 96, 112, 128, 144, 160, 176)),
+    "plain5": (5, (32, 64, 96, 128, 160)),
+    "plain7": (7, (48, 96, 144, 192)),
+    "wide5": (5, (48, 96, 144, 192, 240)),
 }
 
 
-def plain_backbone(in_channels: int, kernel_size: int) -> nn.Sequential:
+def plain_backbone(in_channels: int, name: str) -> nn.Sequential:
     """Convolutions of 3 x 3, 5 x 5 or 7 x 7, each with batch norm and ReLU, and nothing padded, strided or pooled.
 
-    After An et al. 2020, whose three networks for MNIST err on different digits.
+    After An et al. 2020, whose three networks for MNIST err on different digits; "wide5" is ours.
 
     Shapes: images [b, c, h, w] -> [b, c', h - 20, w - 20], with kernels of 7 [b, c', h - 24, w - 24]
     """
+    kernel_size, channels = PLAIN[name]
     layers: list[nn.Module] = []
-    for out_channels in PLAIN[kernel_size]:
+    for out_channels in channels:
         conv = nn.Conv2d(in_channels, out_channels, kernel_size, bias=False)
         layers += [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
         in_channels = out_channels

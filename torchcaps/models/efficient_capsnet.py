@@ -79,8 +79,8 @@ def efficient_capsnet(
         norm_init: of instance norms: "ones" for scales of 1 and shifts of 0, "released" for both from U(-0.05, 0.05).
         norm_momentum: of batch norms: how fast their statistics follow. Keras's 0.01 wants a thousand steps and more.
         primary: kernel and stride of the depthwise primary capsules; None takes in the whole map.
-        backbone: "conv", the four convolutions; "resnet"; "plain3", "plain5" or "plain7", see `plain_backbone`; or a
-            module whose channels are a multiple of 8.
+        backbone: "conv", the four convolutions; "resnet"; "plain3", "plain5", "plain7" or "wide5", see
+            `plain_backbone`; or a module whose channels are a multiple of 8.
         decoder_layers: "dense" or "conv".
         decoder_output: "sigmoid" as released, or "linear", which standardised images need.
     """

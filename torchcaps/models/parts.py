@@ -53,11 +53,11 @@ def gives_activations(routing: Callable[..., Routing]) -> bool:
 
 
 def find_backbone(backbone: str | nn.Module, image: Image, width: int = 128, **more: Callable[[int], nn.Module]) -> Any:
-    """A backbone by name, "resnet", "plain3", "plain5", "plain7" or one of `more`, or the module given."""
+    """A backbone by name, "resnet", one of `PLAIN` or of `more`, or the module given."""
     if isinstance(backbone, nn.Module):
         return backbone
     known = {**more, "resnet": partial(resnet_backbone, width=width)}
-    known |= {f"plain{size}": partial(plain_backbone, kernel_size=size) for size in PLAIN}
+    known |= {name: partial(plain_backbone, name=name) for name in PLAIN}
     return choose("backbone", backbone, known)(image[0])
 
 
