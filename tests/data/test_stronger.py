@@ -1,17 +1,26 @@
 """Augmentation of our own rows against plain loops."""
 
+import itertools
 import math
 import pickle
 
 import pytest
 import torch
 
-from torchcaps.data import augment, protocols, stronger
+from torchcaps.data import augment, load, protocols, stronger
+from torchcaps.data.augment import apply
 from torchcaps.data.random import Draws
-from torchcaps.data.stronger import cutout, elastic, mirrored, nudged, sometimes, warp
+from torchcaps.data.stronger import bend, cutout, elastic, mirrored, nudged, sometimes, upright, warp
 from torchcaps.data.trivial import trivial
 
-RANDOM = [warp(15, 0.1, 0.2, 3), elastic(1.2, 4), cutout(5), sometimes((warp(15), elastic(1.2)), 0.7), trivial()]
+RANDOM = [
+    warp(15, 0.1, 0.2, 3),
+    elastic(1.2, 4),
+    bend(15, 0.1, 0.2, 1, 0.8, 1.2),
+    cutout(5),
+    sometimes((warp(15), elastic(1.2)), 0.7),
+    trivial(),
+]
 
 
 def draws(images, seed=3):
@@ -29,7 +38,29 @@ def bilinear(image, y, x):
     return total
 
 
-@pytest.mark.parametrize("step", [*RANDOM, mirrored(), nudged()], ids=repr)
+def cubic(image, y, x):
+    """The same, over four rows and columns (Keys 1981, with torch's -0.75)."""
+
+    def weight(distance):
+        d = abs(distance)
+        inner, outer = 1.25 * d**3 - 2.25 * d**2 + 1, -0.75 * (d**3 - 5 * d**2 + 8 * d - 4)
+        return inner if d <= 1 else outer if d < 2 else 0.0
+
+    total = 0.0
+    for row in range(math.floor(y) - 1, math.floor(y) + 3):
+        for column in range(math.floor(x) - 1, math.floor(x) + 3):
+            if 0 <= row < image.shape[0] and 0 <= column < image.shape[1]:
+                total += weight(y - row) * weight(x - column) * float(image[row, column])
+    return total
+
+
+def centre_of_mass(image):
+    ink = [(float(image[c, y, x]), y, x) for c, y, x in itertools.product(*map(range, image.shape))]
+    mass = sum(value for value, _, _ in ink)
+    return sum(value * y for value, y, _ in ink) / mass, sum(value * x for value, _, x in ink) / mass
+
+
+@pytest.mark.parametrize("step", [*RANDOM, upright(), upright(9), mirrored(), nudged()], ids=repr)
 def test_steps_are_frozen_and_depend_on_the_position_alone(step):
     assert pickle.loads(pickle.dumps(step)) == step
     assert eval(repr(step), {**vars(augment), **vars(stronger), "trivial": trivial}) == step
@@ -75,6 +106,93 @@ def test_elastic():
                 assert float(out[k, 0, y, x]) == pytest.approx(expected, abs=1e-6)
 
 
+def test_bend():
+    images = torch.rand(3, 2, 9, 11, dtype=torch.float64)
+    drawn = draws(images)
+    u = 2 * drawn.uniform(7).double() - 1
+    arrows = 0.7 * drawn.normal(18).double().view(3, 2, 3, 3)
+    out = bend(20, 0.2, 0.3, 2, 0.7, contrast=1.3, knots=3)(images, draws(images))
+    for k, (turn, zy, zx, sy, sx, down, right) in enumerate(u.tolist()):
+        angle = math.radians(20 * turn)
+        a = [[1 + 0.2 * zy, 0.3 * sy], [0.3 * sx, 1 + 0.2 * zx]]
+        r = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+        m = [[sum(r[i][n] * a[n][j] for n in range(2)) for j in range(2)] for i in range(2)]
+
+        def comes_from(y, x, shift, m=m, k=k):
+            p = (y - 4 - shift[0], x - 5 - shift[1])
+            row, column = (m[i][0] * p[0] + m[i][1] * p[1] for i in range(2))
+            arrow = [bilinear(part, y * 2 / 8, x * 2 / 10) for part in arrows[k]]
+            return row + 4 + arrow[0], column + 5 + arrow[1]
+
+        first = torch.zeros(2, 9, 11)
+        for c, y, x in itertools.product(range(2), range(9), range(11)):
+            first[c, y, x] = bilinear(images[k, c], *comes_from(y, x, (0, 0)))
+        before, after = centre_of_mass(images[k]), centre_of_mass(first)
+        shift = (2 * down + before[0] - after[0], 2 * right + before[1] - after[1])
+        for c, y, x in itertools.product(range(2), range(9), range(11)):
+            grey = cubic(images[k, c], *comes_from(y, x, shift))
+            expected = min(1, max(0, 1.3 * (grey - 0.5) + 0.5))
+            assert float(out[k, c, y, x]) == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(bend()(images, draws(images)), images)
+    assert not bend(20, 0.2, elastic=1.0)(torch.zeros_like(images), draws(images)).any()
+
+
+def slant_of(image):
+    """How far the ink moves to the right from one row to the next, and the row it is centred at."""
+    middle, across = centre_of_mass(image)
+    both = [
+        (float(image[0, y, x]), y - middle, x - across) for y in range(image.shape[1]) for x in range(image.shape[2])
+    ]
+    return sum(v * y * x for v, y, x in both) / sum(v * y * y for v, y, _ in both), middle
+
+
+@pytest.mark.parametrize("width", [0, 7])
+def test_upright(width):
+    images = torch.zeros(3, 1, 13, 15, dtype=torch.float64)
+    images[:, :, 3:10, 4:10] = torch.rand(3, 1, 7, 6, dtype=torch.float64).clamp(min=0.3)
+    out = upright(width, contrast=1.3)(images)
+    for k in range(3):
+        slant, middle = slant_of(images[k])
+
+        def leant(y, x, look, k=k, slant=slant, middle=middle):
+            return look(images[k, 0], y, x + slant * (y - middle))
+
+        top, left, high, wide = 0, 0, 1.0, 1.0
+        if width:
+            ink = [(y, x) for y in range(13) for x in range(15) if leant(y, x, bilinear) > 0.25]
+            rows, columns = zip(*ink, strict=True)
+            top, left = (min(rows) + max(rows)) / 2 - 6, (min(columns) + max(columns)) / 2 - 7
+            high = max(2 / 3, (max(rows) - min(rows) + 1) / 20)
+            wide = max(2 / 3, (max(columns) - min(columns) + 1) / width)
+        for y in range(13):
+            for x in range(15):
+                grey = leant(6 + top + high * (y - 6), 7 + left + wide * (x - 7), cubic)
+                expected = min(1, max(0, 1.3 * (grey - 0.5) + 0.5))
+                assert float(out[k, 0, y, x]) == pytest.approx(expected, abs=1e-5)
+    assert not upright(width)(torch.zeros_like(images)).any()
+
+
+def test_a_leaning_stroke_stands_upright():
+    images = torch.zeros(1, 1, 28, 28)
+    for y in range(4, 24):
+        images[0, 0, y, 20 - y // 2 : 23 - y // 2] = 1
+    assert abs(slant_of(images[0])[0]) > 0.45
+    assert abs(slant_of(upright()(images)[0])[0]) < 0.02
+
+
+def test_bent_digits_are_as_sharp_as_real_ones():
+    digits = load("digits", validation=0).train
+    images = digits.gather(torch.arange(400)).images / 255
+
+    def sharpness(images):
+        return float(images.diff(dim=3).square().mean() + images.diff(dim=2).square().mean())
+
+    blurred = apply((warp(15, 0.15, 0.15, 1), elastic(1.0)), images, draws(images))
+    bent = bend(15, 0.15, 0.15, 1, 1.0, contrast=1.2)(images, draws(images))
+    assert sharpness(blurred) < 0.6 * sharpness(images)
+    assert 0.9 < sharpness(bent) / sharpness(images) < 1.1
+
+
 def test_cutout():
     images = 1 + torch.rand(300, 3, 8, 10)
     out = cutout(4)(images, draws(images))
@@ -96,6 +214,12 @@ def test_sometimes():
     assert 20 < taken.sum() < 40
     for image, before, after, own in zip(out, images, changed, taken, strict=True):
         assert torch.equal(image, after if own else before)
+    out = sometimes((warp(degrees=20),), 0.75, (elastic(1.0),))(images, draws(images))
+    drawn = draws(images)
+    turned, stretched = warp(degrees=20)(images, drawn), elastic(1.0)(images, drawn)
+    taken = drawn.uniform(1)[:, 0] < 0.75
+    for image, one, other, own in zip(out, turned, stretched, taken, strict=True):
+        assert torch.equal(image, one if own else other)
 
 
 def test_mirrored():
@@ -123,7 +247,18 @@ def test_nudged():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: warp(zoom=1), lambda: warp(-1), lambda: cutout(0), lambda: elastic(1, 1), lambda: sometimes((), 0)]
+    "make",
+    [
+        lambda: warp(zoom=1),
+        lambda: warp(-1),
+        lambda: cutout(0),
+        lambda: elastic(1, 1),
+        lambda: sometimes((), 0),
+        lambda: bend(zoom=1),
+        lambda: bend(-1),
+        lambda: bend(contrast=0),
+        lambda: upright(-1),
+    ],
 )
 def test_values_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match="is out of range"):
@@ -135,6 +270,16 @@ def test_our_protocol_does_what_a_row_says():
     assert digits.train == (warp(10), elastic(1.0))
     some = protocols.find("ours", "mnist", degrees=10, elastic=1.0, share=0.5)
     assert some.train == (sometimes((warp(10), elastic(1.0)), 0.5),)
+    sharp = protocols.find("ours", "mnist", degrees=10, move=1, elastic=0.5, contrast=1.2, share=0.9)
+    assert sharp.train == (sometimes((bend(10, 0, 0, 1, 0.5, 1.2),), 0.9),)
+    half = protocols.find("ours", "mnist", degrees=10, share=0.9, byerly=0.5)
+    assert half.train == (sometimes((augment.byerly(),), 0.5, (sometimes((warp(10),), 0.9),)),)
+    straight = protocols.find("ours", "mnist", degrees=10, upright=True, width=16, crops=9)
+    assert straight.train == (upright(16), warp(10))
+    assert straight.test == (upright(16),)
+    assert straight.crops == (upright(16), nudged())
+    with pytest.raises(ValueError, match="say upright=True too"):
+        protocols.find("ours", "mnist", width=16)
     assert digits.test == ()
     assert digits.crops is None
     assert digits.validation == 0.1
