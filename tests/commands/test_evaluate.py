@@ -187,6 +187,14 @@ def test_an_ensemble_of_several_recipes_has_the_line_of_the_row_that_is_named(ca
     assert (line.recipe, line.test) == (row.to_dict(), found["figures"])
 
 
+@pytest.mark.parametrize(("second", "epochs", "planned"), [((9, 9), 9, 9), ((1, 1), 2, 2), ((3, 9), 3, 9)])
+def test_an_ensemble_is_shortened_where_a_member_is(second, epochs, planned, tmp_path):
+    for name, (ran, meant) in (("one", (2, 2)), ("two", second)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps({"epochs": ran, "planned": meant}))
+    assert looks._length([tmp_path / "one", tmp_path / "two"]) == {"epochs": epochs, "planned": planned}
+
+
 def test_an_ensemble_of_one_recipe_says_how_its_members_were_trained(capsys, monkeypatch):
     row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2, reported="0.1", lr=0.7)
     monkeypatch.setitem(recipes.tables()["quick"].ROWS, "pairs", row)

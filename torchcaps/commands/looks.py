@@ -227,6 +227,8 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
         more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
         more["chosen_from"] = None if members is None else len(folders)
         more |= _costs([names[name] for name in chosen])
+        if not alike:
+            more |= _length([names[name] for name in chosen])
         append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, word, test=found, **more))
     return answer
 
@@ -269,6 +271,16 @@ def _costs(folders: list[Path]) -> dict[str, Any]:
         values = [end.get(key) for end in ends]
         sums[name] = None if None in values else sum(values)
     return sums
+
+
+def _length(folders: list[Path]) -> dict[str, int]:
+    """The epochs of members of several rows: of one that was cut short, if any, else of the longest."""
+    lines = [read_json(folder / "result.json") for folder in folders]
+    lengths = [(line["epochs"], line["planned"]) for line in lines if line]
+    if not lengths:
+        return {}
+    epochs, planned = min(lengths, key=lambda length: (length[0] / length[1], -length[0]))
+    return {"epochs": epochs, "planned": planned}
 
 
 def told(found: Found) -> str:
