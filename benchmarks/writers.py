@@ -1,9 +1,9 @@
 """MNIST rows judged on writers they have not seen: python -m benchmarks.writers ours:mnist-plain5 ours:mnist-resnet
 
-MNIST's training digits stand in the order of their writers, students' and officials' in turn, which --order shows: two
-digits at an even distance are alike in slant and thickness, and at an odd one are not. So digits held out here and
-there are by writers who are in the training set too, and tell less of the test set, which is by others, than a part in
-one piece. Each row is trained --parts times, with another part held out, and all 60,000 training digits are judged by
+MNIST's training digits stand in the order of their writers, those of two groups in turn, which --order shows: digits at
+a small even distance are alike in slant and thickness, and at an odd one are not. So digits held out here and there are
+by writers who are in the training set too, and tell less of the test set, which is by others, than a part in one piece.
+Each row is trained --parts times, with another part held out, and all 60,000 training digits are judged by
 a network that has not seen their writer. The test set is not looked at.
 
 What is finished is passed over and what was begun goes on. Several trainings run at once (--at-once), on a GPU best
@@ -87,8 +87,8 @@ def wrong(found: Predictions) -> Tensor:
 
 def told(name: str, found: Predictions) -> str:
     missed = wrong(found)
-    students, officials = int(missed[::2].sum()), int(missed[1::2].sum())
-    return f"{name:60}{students + officials:6}{100 * float(missed.double().mean()):8.3f}{students:7}{officials:7}"
+    even, odd = int(missed[::2].sum()), int(missed[1::2].sum())
+    return f"{name:60}{even + odd:6}{100 * float(missed.double().mean()):8.3f}{even:7}{odd:7}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with multiprocessing.get_context("spawn").Pool(arguments.at_once) as pool:
         found = pool.map(judged, jobs, chunksize=1)
     members = []
-    print(f"{'':60} wrong       % students officials")
+    print(f"{'':60} wrong       %   even    odd")
     for number, line in enumerate(arguments.rows):
         own = found[number * arguments.parts : (number + 1) * arguments.parts]
         members.append(Predictions(*(torch.cat(pieces) for pieces in zip(*own, strict=True))))
