@@ -209,6 +209,7 @@ def test_validation_comes_from_the_training_images(asked, name):
     assert marks(data.validation) != marks(other.validation)
     first = load(name, validation="first-30")
     assert marks(first.validation) == list(range(30))
+    assert marks(load(name, validation="part-2-of-4").validation) == list(range(30, 60))
 
 
 @pytest.mark.parametrize("name", ["multimnist", "diverse_multimnist", "affnist_generated"])

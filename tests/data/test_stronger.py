@@ -10,7 +10,7 @@ import torch
 from torchcaps.data import augment, load, protocols, stronger
 from torchcaps.data.augment import apply
 from torchcaps.data.random import Draws
-from torchcaps.data.stronger import bend, cutout, elastic, mirrored, nudged, sometimes, upright, warp
+from torchcaps.data.stronger import bend, cutout, elastic, mirrored, nudged, sometimes, warp
 from torchcaps.data.trivial import trivial
 
 RANDOM = [
@@ -60,7 +60,7 @@ def centre_of_mass(image):
     return sum(value * y for value, y, _ in ink) / mass, sum(value * x for value, _, x in ink) / mass
 
 
-@pytest.mark.parametrize("step", [*RANDOM, upright(), upright(9), mirrored(), nudged()], ids=repr)
+@pytest.mark.parametrize("step", [*RANDOM, mirrored(), nudged()], ids=repr)
 def test_steps_are_frozen_and_depend_on_the_position_alone(step):
     assert pickle.loads(pickle.dumps(step)) == step
     assert eval(repr(step), {**vars(augment), **vars(stronger), "trivial": trivial}) == step
@@ -135,49 +135,6 @@ def test_bend():
             assert float(out[k, c, y, x]) == pytest.approx(expected, abs=1e-5)
     torch.testing.assert_close(bend()(images, draws(images)), images)
     assert not bend(20, 0.2, elastic=1.0)(torch.zeros_like(images), draws(images)).any()
-
-
-def slant_of(image):
-    """How far the ink moves to the right from one row to the next, and the row it is centred at."""
-    middle, across = centre_of_mass(image)
-    both = [
-        (float(image[0, y, x]), y - middle, x - across) for y in range(image.shape[1]) for x in range(image.shape[2])
-    ]
-    return sum(v * y * x for v, y, x in both) / sum(v * y * y for v, y, _ in both), middle
-
-
-@pytest.mark.parametrize("width", [0, 7])
-def test_upright(width):
-    images = torch.zeros(3, 1, 13, 15, dtype=torch.float64)
-    images[:, :, 3:10, 4:10] = torch.rand(3, 1, 7, 6, dtype=torch.float64).clamp(min=0.3)
-    out = upright(width, contrast=1.3)(images)
-    for k in range(3):
-        slant, middle = slant_of(images[k])
-
-        def leant(y, x, look, k=k, slant=slant, middle=middle):
-            return look(images[k, 0], y, x + slant * (y - middle))
-
-        top, left, high, wide = 0, 0, 1.0, 1.0
-        if width:
-            ink = [(y, x) for y in range(13) for x in range(15) if leant(y, x, bilinear) > 0.25]
-            rows, columns = zip(*ink, strict=True)
-            top, left = (min(rows) + max(rows)) / 2 - 6, (min(columns) + max(columns)) / 2 - 7
-            high = max(2 / 3, (max(rows) - min(rows) + 1) / 20)
-            wide = max(2 / 3, (max(columns) - min(columns) + 1) / width)
-        for y in range(13):
-            for x in range(15):
-                grey = leant(6 + top + high * (y - 6), 7 + left + wide * (x - 7), cubic)
-                expected = min(1, max(0, 1.3 * (grey - 0.5) + 0.5))
-                assert float(out[k, 0, y, x]) == pytest.approx(expected, abs=1e-5)
-    assert not upright(width)(torch.zeros_like(images)).any()
-
-
-def test_a_leaning_stroke_stands_upright():
-    images = torch.zeros(1, 1, 28, 28)
-    for y in range(4, 24):
-        images[0, 0, y, 20 - y // 2 : 23 - y // 2] = 1
-    assert abs(slant_of(images[0])[0]) > 0.45
-    assert abs(slant_of(upright()(images)[0])[0]) < 0.02
 
 
 def test_bent_digits_are_as_sharp_as_real_ones():
@@ -257,7 +214,6 @@ def test_nudged():
         lambda: bend(zoom=1),
         lambda: bend(-1),
         lambda: bend(contrast=0),
-        lambda: upright(-1),
     ],
 )
 def test_values_out_of_range_are_refused(make):
@@ -274,12 +230,6 @@ def test_our_protocol_does_what_a_row_says():
     assert sharp.train == (sometimes((bend(10, 0, 0, 1, 0.5, 1.2),), 0.9),)
     half = protocols.find("ours", "mnist", degrees=10, share=0.9, byerly=0.5)
     assert half.train == (sometimes((augment.byerly(),), 0.5, (sometimes((warp(10),), 0.9),)),)
-    straight = protocols.find("ours", "mnist", degrees=10, upright=True, width=16, crops=9)
-    assert straight.train == (upright(16), warp(10))
-    assert straight.test == (upright(16),)
-    assert straight.crops == (upright(16), nudged())
-    with pytest.raises(ValueError, match="say upright=True too"):
-        protocols.find("ours", "mnist", width=16)
     assert digits.test == ()
     assert digits.crops is None
     assert digits.validation == 0.1

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcaps.data import augment
 from torchcaps.data.augment import (
     Step,
     affine,
@@ -36,12 +35,12 @@ from torchcaps.data.augment import (
     ten_crop,
     translate,
 )
+from torchcaps.data.augment import byerly as changed_by_byerly
 from torchcaps.data.random import Draws
 from torchcaps.data.splits import Split, Stored
 from torchcaps.data.stronger import bend, mirrored, nudged, sometimes, warp
 from torchcaps.data.stronger import cutout as cut_out
 from torchcaps.data.stronger import elastic as stretched
-from torchcaps.data.stronger import upright as straightened
 from torchcaps.data.trivial import trivial as trivially_augmented
 
 Steps = tuple[Any, ...]
@@ -321,8 +320,6 @@ def ours(
     contrast: float = 0.0,
     share: float = 1.0,
     byerly: float = 0.0,
-    upright: bool = False,
-    width: float = 0.0,
     padding: int = 0,
     mirror: bool = False,
     jitter: float = 0.0,
@@ -334,18 +331,15 @@ def ours(
     `cutout`.
 
     The first two blur an image and are done to a `share` of them; with a `contrast` they are one step, `bend`, which
-    does not. A share `byerly` of the images takes `augment.byerly` instead. Digits may be made `upright` first, in
-    training and testing, and of one `width`. A tenth of the training images is held out unless a row says otherwise.
-    crops=2 tests on an image and its mirror image, crops=9 on an image where it is and a pixel to each side. What is
-    generated with targets, as MultiMNIST is, takes none of it.
+    does not. A share `byerly` of the images takes `augment.byerly` instead. A tenth of the training images is held out
+    unless a row says otherwise. crops=2 tests on an image and its mirror image, crops=9 on an image where it is and a
+    pixel to each side. What is generated with targets, as MultiMNIST is, takes none of it.
     """
     views: dict[int, Steps] = {1: (), 2: (mirrored(),), 9: (nudged(),)}
     _one_of("crops", crops, tuple(views))
-    if width and not upright:
-        raise ValueError(f"width={width} is that of digits which are made upright; say upright=True too")
     if data.startswith("multimnist"):
-        bending, moving = (degrees, zoom, shear, move, elastic, contrast, byerly, upright), (padding, mirror)
-        if any((*bending, *moving, jitter, trivial, cutout, crops > 1)):
+        bending = (degrees, zoom, shear, move, elastic, contrast, byerly)
+        if any((*bending, padding, mirror, jitter, trivial, cutout, crops > 1)):
             raise ValueError(f"{data} has targets, from which augmentation would part its images; leave it out")
         return Protocol(name, data, validation=0.1)
     numbers: Steps = (normalise(*CIFAR10_STATISTICS),) if data.startswith("cifar") else ()
@@ -357,7 +351,7 @@ def ours(
     if chosen and share < 1:
         chosen = (sometimes(chosen, share),)
     if byerly:
-        chosen = (sometimes((augment.byerly(),), byerly, chosen),)
+        chosen = (sometimes((changed_by_byerly(),), byerly, chosen),)
     steps: list[tuple[Any, Step]] = [
         *((True, step) for step in chosen),
         (padding, random_crop(side, padding=padding)),
@@ -365,11 +359,9 @@ def ours(
         (jitter, colour_jitter(jitter, jitter, jitter)),
         (trivial, trivially_augmented()),
     ]
-    first: Steps = (straightened(width),) if upright else ()
-    train = (*first, *(step for wanted, step in steps if wanted), *numbers, *((cut_out(cutout),) if cutout else ()))
-    test = (*first, *numbers)
-    several = (*test, *views[crops]) if crops > 1 else None
-    return Protocol(name, data, train, test, crops=several, validation=0.1)
+    train = (*(step for wanted, step in steps if wanted), *numbers, *((cut_out(cutout),) if cutout else ()))
+    several = (*numbers, *views[crops]) if crops > 1 else None
+    return Protocol(name, data, train, numbers, crops=several, validation=0.1)
 
 
 PAPERS: dict[str, tuple[Callable[..., Protocol], tuple[str, ...]]] = {

@@ -76,7 +76,8 @@ def load(
         raise ValueError(f"crops={crops} needs a protocol that says how {name} is cropped")
     if not isinstance(validation, (Real, str, type(None))) or validation != validation:
         raise ValueError(
-            f"validation={validation!r} is no number of images, no fraction and no rule such as 'first-10000'"
+            f"validation={validation!r} is no number of images, no fraction and no rule such as 'first-10000' "
+            "or 'part-2-of-3'"
         )
     rule = (0 if paper is None else paper.validation) if validation is None else validation
     if validation == "test":

@@ -203,7 +203,7 @@ def hold_out(split: S, validation: float | str, seed: int = 0, group: str | None
     train on, if that leaves enough. With a `group` (smallNORB's
     "instance") whole groups are taken, as many in each class, so that no toy is on both sides. "first-10000" takes
     the first 10,000 images (Sabour's released code), "part-2-of-3" the middle one of three equal parts: where a set
-    stands in the order of its writers, as MNIST's training digits do, a part in one piece is by other writers.
+    stands in the order of its writers, as MNIST's training digits do, such a part is by others than the rest.
     """
     if isinstance(validation, str):
         taken = _in_one_piece(len(split), validation)

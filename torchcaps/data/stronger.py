@@ -1,6 +1,6 @@
 """Augmentation of our own rows, beyond what the papers do: `warp`, `elastic`, `bend`, `sometimes`, `cutout`.
 
-`upright` is for training and testing alike, `mirrored` and `nudged` for testing.
+`mirrored` and `nudged` are for testing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from torchcaps.data.augment import FILLS, Step, _check, _check_fill, _need, appl
 from torchcaps.data.random import Draws
 
 TINY = 1e-6  # in place of the mass of an empty image
-THRESHOLD = 0.25  # from here on a pixel is ink
-LEAST = 2 / 3  # of a pixel, to which one may shrink
-HIGH = 20  # pixels of MNIST's digits, of the taller or wider side
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,11 @@ class elastic(Step, random=True, geometric=True):
 
 @dataclass(frozen=True)
 class bend(Step, random=True, geometric=True):
-    """`warp` and `elastic` in one resampling, after which the ink is as sharp as before and where it was.
+    """`warp` and `elastic` in one resampling, after which the ink is about as sharp as before and where it was.
 
     Two bilinear resamplings leave half of the contrast between a digit's pixels. Here they are cubic, and `contrast`
     stretches grey levels about the middle, by 1.2 for MNIST, whose share of black and grey pixels that restores. The
-    centre of mass, which MNIST has in the middle, stays but for a shift within `pixels` on both axes.
+    centre of mass, which MNIST has in the middle, nearly stays, but for a shift within `pixels` on both axes.
     """
 
     degrees: float = 0.0
@@ -106,40 +103,6 @@ class bend(Step, random=True, geometric=True):
         moved = _centre_of_mass(bent(torch.zeros_like(u[:, 5:7]), "bilinear")) - _centre_of_mass(images)
         out = bent(self.pixels * u[:, 5:7] - moved, "bicubic")
         return (self.contrast * (out - 0.5) + 0.5).clamp(0, 1)
-
-
-@dataclass(frozen=True)
-class upright(Step, geometric=True):
-    """Takes the slant out of a digit: its rows move aside until row and column of its ink are not correlated.
-
-    LeCun et al. (1998) call it deskewing. With a `width` the box around the ink also becomes so wide, and 20 pixels
-    high, as for the networks that Ciresan et al. (2012) ask together, but no side grows by more than half, which would
-    make blots of ones. Both are one cubic resampling, and `contrast` restores what that blurs.
-    """
-
-    width: float = 0.0
-    contrast: float = 1.15
-
-    def __post_init__(self) -> None:
-        _check(self, self.width >= 0 and self.contrast > 0, "no width is negative, and the contrast is above 0")
-
-    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
-        y, x = _axes(images)
-        centre, ink = _centre_of_mass(images), images.sum(1)
-        down, right = y - centre[:, :1], x - centre[:, 1:]  # [b, h], [b, w]
-        spread = (ink.sum(2) * down.square()).sum(1).clamp(min=TINY)
-        slant = (ink * down[:, :, None] * right[:, None]).sum((1, 2)) / spread
-        rows, columns = y[:, None].expand_as(ink), x.expand_as(ink)
-
-        def leant(rows: Tensor, columns: Tensor, mode: str) -> Tensor:
-            return _sample(images, rows, columns + slant[:, None, None] * (rows - centre[:, :1, None]), "zero", mode)
-
-        if self.width:
-            full = (leant(rows, columns, "bilinear") > THRESHOLD).any(1)
-            (top, tall), (left, wide) = (_extent(full.any(across)) for across in (2, 1))
-            rows = top[:, None, None] + (tall / HIGH).clamp(min=LEAST)[:, None, None] * rows
-            columns = left[:, None, None] + (wide / self.width).clamp(min=LEAST)[:, None, None] * columns
-        return (self.contrast * (leant(rows, columns, "bicubic") - 0.5) + 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -244,19 +207,6 @@ def _field(images: Tensor, arrows: Tensor, knots: int) -> Tensor:
     """Shapes: images [b, c, h, w], arrows [b, 2 knots knots] -> [b, 2, h, w]"""
     grid = arrows.to(images.dtype).unflatten(1, (2, knots, knots))
     return F.interpolate(grid, images.shape[-2:], mode="bilinear", align_corners=True)
-
-
-def _extent(full: Tensor) -> tuple[Tensor, Tensor]:
-    """The middle of what is full, counted from the centre, and its length; of nothing, the whole.
-
-    Shapes: [b, n] -> [b], [b]
-    """
-    length = full.shape[1]
-    place = torch.arange(length, device=full.device)
-    some = full.any(1)
-    first = torch.where(some, torch.where(full, place, length).amin(1), 0)
-    last = torch.where(some, torch.where(full, place, -1).amax(1), length - 1)
-    return (first + last - (length - 1)) / 2, last - first + 1
 
 
 def _centre_of_mass(images: Tensor) -> Tensor:
