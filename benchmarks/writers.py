@@ -2,7 +2,7 @@
 
 MNIST's training digits stand in the order of their writers, those of two groups in turn, which --order shows: digits at
 a small even distance are alike in slant and thickness, and at an odd one are not. So digits held out here and there are
-by writers who are in the training set too, and tell less of the test set, which is by others, than a part in one piece.
+by writers who are in the training set too, which those of the test set are not, and a part in one piece is by others.
 Each row is trained --parts times, with another part held out, and all 60,000 training digits are judged by a network
 that has not seen their writer, but for those at the borders. The test set is not looked at.
 
