@@ -131,6 +131,23 @@ def work(jobs: list[Job], at_once: int, until: float, told: float = TOLD) -> boo
             job.wait()
 
 
+def run(plan: list[list[str]], at_once: int, minutes: float, logs: Path) -> int:
+    """Works a plan off; what it gives is how the program ends."""
+    jobs = [Job(number, words, logs / f"{number:02}.log") for number, words in enumerate(plan, 1)]
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        whole = work(jobs, at_once, time.monotonic() + 60 * minutes)
+    except KeyboardInterrupt:
+        whole = False
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    failed = [job for job in jobs if job.failed]
+    print(f"{sum(job.code == 0 for job in jobs)} of {len(jobs)} done" + f", {len(failed)} failed" * bool(failed))
+    return 1 if failed else 0 if whole else 3
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="a file with a command a line")
@@ -146,19 +163,7 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(f"rows: {error}", file=sys.stderr)
         return 2
-    jobs = [Job(number, words, arguments.logs / f"{number:02}.log") for number, words in enumerate(plan, 1)]
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        whole = work(jobs, arguments.at_once, time.monotonic() + 60 * arguments.minutes)
-    except KeyboardInterrupt:
-        whole = False
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    failed = [job for job in jobs if job.failed]
-    print(f"{sum(job.code == 0 for job in jobs)} of {len(jobs)} done" + f", {len(failed)} failed" * bool(failed))
-    return 1 if failed else 0 if whole else 3
+    return run(plan, arguments.at_once, arguments.minutes, arguments.logs)
 
 
 if __name__ == "__main__":

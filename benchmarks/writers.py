@@ -6,42 +6,39 @@ by writers who are in the training set too, which those of the test set are not,
 Each row is trained --parts times, with another part held out, and all 60,000 training digits are judged by a network
 that has not seen their writer, but for those at the borders. The test set is not looked at.
 
-What is finished is passed over and what was begun goes on. Several trainings run at once (--at-once), on a GPU best
-under its multi-process service (nvidia-cuda-mps-control -d).
+What is finished is passed over and what was begun goes on, so the same call, given again, takes up where the last one
+ended. Trainings run side by side as in `benchmarks.rows`, whose words on time, logs and exit codes hold here too.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks import rows
 from torchcaps import recipes
 from torchcaps.data import load
 from torchcaps.evaluate import Predictions, ensemble
 from torchcaps.models import create_model
 from torchcaps.recipes import Recipe, differing, with_overrides
 from torchcaps.runs import look, open_run, read_recipe
-from torchcaps.train import train
 from torchcaps.train.prepare import load_data
 
 LAGS = (1, 2, 3, 4, 9, 10, 49, 50, 99, 100, 199, 200, 999, 1000)
 
 
 class Job(NamedTuple):
-    """A row with a part held out."""
+    """A row with a part held out, and the command that trains it."""
 
     recipe: Recipe
-    seed: int
     folder: Path
+    words: list[str]
 
 
 def order() -> str:
@@ -78,33 +75,30 @@ def plan(line: str, parts: int, out: Path) -> list[Job]:
     seed = changes.pop("seed", "0")
     if not seed.isdecimal():
         raise ValueError(f"seed must be a whole number from 0, got {seed}")
-    folder = out / "".join(letter if letter.isalnum() or letter in ".-_" else "-" for letter in line)
+    name = "".join(letter if letter.isalnum() or letter in ".-_" else "-" for letter in line)
     jobs = []
     for part in range(1, parts + 1):
-        recipe = with_overrides(recipes.find(row), changes | {"validation": f"part-{part}-of-{parts}"})
-        job = Job(recipe, int(seed), folder / f"part-{part}-of-{parts}")
-        if (job.folder / "recipe.json").exists():
-            begun, _ = read_recipe(job.folder)
+        changes["validation"] = f"part-{part}-of-{parts}"
+        recipe, folder = with_overrides(recipes.find(row), changes), out / name / changes["validation"]
+        if (folder / "recipe.json").exists():
+            begun, _ = read_recipe(folder)
             if (field := differing(begun.to_dict(), recipe.to_dict())) is not None:
-                raise ValueError(f"{job.folder} was trained with another {field}; remove it, or give another --out")
-        jobs.append(job)
-    data = load_data(jobs[0].recipe)
+                raise ValueError(f"{folder} was trained with another {field}; remove it, or give another --out")
+        options = [word for change in changes.items() for word in ("--set", "=".join(change))]
+        jobs.append(Job(recipe, folder, ["train", row, *options, "--seed", seed, "--no-test", "--out", str(folder)]))
+    data = load_data(recipe)
     create_model(recipe.model, **{"image": data.image, "classes": data.classes, **recipe.model_args})
     return jobs
 
 
-def judged(job: Job) -> Predictions:
-    """Trains, or goes on, and says what the network has for the digits held out, in their order."""
-    recipe, seed, folder = job
-    if not (folder / "final.json").exists():
-        run = train(recipe, out=folder, seed=seed, resume=True, log=None)
-        if not run.finished:
-            raise RuntimeError(f"{folder} was stopped by {run.stopped}; the same command goes on")
-    data = load_data(recipe)
-    assert data.validation is not None
-    found = look(open_run(folder).model, data.validation, data, recipe)
-    print(f"{folder}: {int(wrong(found).sum())} of {len(found.labels):,} wrong", flush=True)
-    return found
+def judged(jobs: Sequence[Job]) -> Predictions:
+    """What the networks of a row have for the digits held out, in their order."""
+    found = []
+    for recipe, folder, _ in jobs:
+        data = load_data(recipe)
+        assert data.validation is not None
+        found.append(look(open_run(folder).model, data.validation, data, recipe))
+    return Predictions(*(torch.cat(pieces) for pieces in zip(*found, strict=True)))
 
 
 def wrong(found: Predictions) -> Tensor:
@@ -122,6 +116,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--order", action="store_true", help="show that digits stand in the order of their writers")
     parser.add_argument("--parts", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path("runs/writers"))
     arguments = parser.parse_args(words)
     try:
@@ -137,18 +132,16 @@ def main(words: Sequence[str] | None = None) -> int:
         print(order())
     if not jobs:
         return 0
-    try:
-        with ProcessPoolExecutor(arguments.at_once, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(judged, itertools.chain(*jobs)))
-    except RuntimeError as error:
-        print(f"writers: {error}", file=sys.stderr)
-        return 3
-    members = []
+    left = [job.words for row in jobs for job in row if not (job.folder / "final.json").exists()]
+    if left:
+        logs = arguments.out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        if code := rows.run(left, arguments.at_once, arguments.minutes, logs):
+            return code
+    members = [judged(row) for row in jobs]
     print(f"{'':60} wrong       %   even    odd")
-    for number, line in enumerate(arguments.rows):
-        own = found[number * arguments.parts : (number + 1) * arguments.parts]
-        members.append(Predictions(*(torch.cat(pieces) for pieces in zip(*own, strict=True))))
-        print(told(line, wrong(members[-1])))
+    for line, member in zip(arguments.rows, members, strict=True):
+        print(told(line, wrong(member)))
     if len(members) > 1:
         print(told("all together", wrong(ensemble(members))))
         print(told("wrong for every one", torch.stack([wrong(member) for member in members]).all(0)))

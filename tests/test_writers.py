@@ -1,73 +1,70 @@
 """The study of rows on writers held out, on the digits in the package."""
 
-import re
+import csv
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import writers
 from torchcaps import recipes
+from torchcaps.cli import main
 from torchcaps.data import load
 from torchcaps.evaluate import Predictions
+from torchcaps.runs import read_recipe
 
 SHORT = "quick:digits epochs=1 samples=64 lr=0.001"
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """In place of a pool, whose processes would import torch for seconds."""
+def trained(monkeypatch):
+    """The commands that were worked off, here one after the other in this process."""
+    words: list[list[str]] = []
 
-    class Pool:
-        def __init__(self, *_):
-            pass
+    def run(plan, at_once, minutes, logs):
+        words.extend(plan)
+        return max(main(line) or 0 for line in plan)
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-        def map(self, function, jobs):
-            return map(function, jobs)
-
-    monkeypatch.setattr(writers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(writers.rows, "run", run)
+    return words
 
 
-def test_every_image_is_judged_once_and_a_finished_part_is_passed_over(in_this_process, tmp_path, capsys, monkeypatch):
+def test_every_image_is_judged_once_and_a_finished_part_is_passed_over(trained, tmp_path, capsys, monkeypatch):
     seen = []
-    trained: list[tuple] = []
     monkeypatch.setattr(writers, "ensemble", lambda members: seen.append(members) or members[0])
-    train = writers.train
-    monkeypatch.setattr(
-        writers, "train", lambda recipe, **more: trained.append((recipe, more)) or train(recipe, **more)
-    )
     call = partial(writers.main, [SHORT, f"{SHORT} seed=2", "--parts", "2", "--out", str(tmp_path)])
     assert call() == 0
     first = capsys.readouterr().out
+    runs = [read_recipe(Path(words[-1])) for words in trained]
+    assert [recipe.validation for recipe, _ in runs] == ["part-1-of-2", "part-2-of-2"] * 2
+    assert [seed for _, seed in runs] == [0, 0, 2, 2]
+    assert all(recipe.samples == 64 for recipe, _ in runs)
     whole = load("digits", validation=0).train
-    assert [recipe.validation for recipe, _ in trained] == ["part-1-of-2", "part-2-of-2"] * 2
-    assert [more["seed"] for _, more in trained] == [0, 0, 2, 2]
     assert all(torch.equal(member.labels, whole.labels) for member in seen[0])
+    assert not any((Path(words[-1]) / "test.json").exists() for words in trained)
     table = first[first.index(" wrong ") :].splitlines()[1:]
     assert [line.split("  ")[0] for line in table] == [SHORT, f"{SHORT} seed=2", "all together", "wrong for every one"]
-    parts = [int(n) for n in re.findall(r": (\d+) of 7\d\d wrong", first)]
-    wrong, _, even, odd = table[0].split()[-4:]
-    assert int(wrong) == sum(parts[:2]) == int(even) + int(odd)
+    wrong, _, even, odd = map(float, table[0].split()[-4:])
+    last = [
+        list(csv.DictReader((Path(words[-1]) / "metrics.csv").read_text().splitlines()))[-1] for words in trained[:2]
+    ]
+    parts = [len(part.validation) for part in (load("digits", validation=f"part-{k}-of-2") for k in (1, 2))]
+    assert wrong == even + odd
+    assert wrong == pytest.approx(sum(float(row["validation_error"]) * n for row, n in zip(last, parts, strict=True)))
     assert call() == 0
     assert len(trained) == 4
-    assert capsys.readouterr().out == first
+    assert capsys.readouterr().out.endswith("\n".join(table) + "\n")
     monkeypatch.setitem(recipes.tables()["quick"].ROWS, "digits", replace(recipes.find("quick:digits"), clip=1.0))
     assert call() == 2
     assert "was trained with another clip" in capsys.readouterr().err
 
 
-def test_a_training_that_is_stopped_ends_with_a_sentence(in_this_process, tmp_path, capsys, monkeypatch):
-    train = writers.train
-    monkeypatch.setattr(writers, "train", lambda recipe, **more: train(recipe, limit=1, **more))
+def test_what_is_not_finished_is_not_judged(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(writers.rows, "run", lambda *_: 3)
     assert writers.main([SHORT, "--out", str(tmp_path)]) == 3
-    assert capsys.readouterr().err.endswith("was stopped by limit; the same command goes on\n")
+    assert capsys.readouterr().out == ""
 
 
 def test_mistakes_are_told_by_the_place_of_a_digit():

@@ -71,8 +71,8 @@ class elastic(Step, random=True, geometric=True):
 class bend(Step, random=True, geometric=True):
     """`warp` and `elastic` in one resampling, after which the ink is about as sharp as before and where it was.
 
-    Two bilinear resamplings leave half of the contrast between a digit's pixels. Here they are cubic, and `contrast`
-    stretches grey levels about the middle, by 1.2 for MNIST, whose share of black and grey pixels that restores. The
+    Two bilinear resamplings halve the squared difference of neighbouring pixels. Here there is one, cubic, and
+    `contrast` stretches grey levels about the middle, by 1.2 for MNIST, whose shares of black and grey that keeps. The
     centre of mass, which MNIST has in the middle, nearly stays, but for a shift within `pixels` on both axes.
     """
 
