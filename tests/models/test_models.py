@@ -249,3 +249,19 @@ def test_statistics_at_the_start(name, options):
     assert low < mean < 0.5, mean
     loss = margin_loss(out.scores, labels).item()
     assert (0.4 if options.get("form") == "official" else 0.5) < loss < (0.9 if model.classes <= 10 else 1.5), loss
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dynamic_diverse_multimnist", {}),
+        *((name, {"routing": "dynamic"}) for name in list_models("inverted_*")),
+    ],
+)
+def test_squashed_capsules_below_a_linear_head_start_alive(name, options):
+    """Where lengths vanish at the start, all images score alike and SGD learns nothing but the classes' shares."""
+    model = create_model(name, **options).train()
+    with torch.no_grad():
+        out = model(pictures(8, model.image))
+    assert 0.05 < torchcaps.length(out.capsules.poses).mean() < 0.95
+    assert out.scores.std(dim=0).mean() > 0.005

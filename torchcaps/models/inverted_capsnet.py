@@ -16,7 +16,8 @@ from torchcaps.functional import check_count, side_of
 from torchcaps.layers.backbone import simple_backbone
 from torchcaps.layers.conv import ConvCaps
 from torchcaps.layers.decoder import Decoder
-from torchcaps.layers.linear import LinearCaps
+from torchcaps.layers.init import mixture_normal_
+from torchcaps.layers.linear import Init, LinearCaps
 from torchcaps.layers.primary import PrimaryCaps
 from torchcaps.layers.sizes import feature_shape
 from torchcaps.layers.stack import CapsuleStack
@@ -112,16 +113,22 @@ def inverted_capsnet(
     tall, wide = first.out_space(tall, wide)
     size = side_of(dim) if pose == "matrix" else dim  # numbers of a pose that meet in one product
 
+    def start_of(children: int, parents: int) -> Init:
+        """Tsai's for inverted attention; it counts on layer norm, without which poses shrink from layer to layer."""
+        if own:
+            return partial(nn.init.normal_, std=math.sqrt(parents / (size * children)))
+        return partial(mixture_normal_, in_caps=children, size=1.0)
+
     layers: list[nn.Module] = []
     for kernel_size, stride in convs:
-        init = partial(nn.init.normal_, std=math.sqrt(1 / (size * kernel_size**2)))
+        init = start_of(types * kernel_size**2, types)
         layer = ConvCaps(types, dim, types, dim, kernel_size, stride, chosen, pose=pose, windows=windows, init=init)
         tall, wide = layer.out_space(tall, wide)
         layers.append(layer)
     in_caps = types * tall * wide
     for out_caps in (*hidden, classes):
         check_count("hidden", out_caps)
-        init = partial(nn.init.normal_, std=math.sqrt(out_caps / (size * in_caps)))
+        init = start_of(in_caps, out_caps)
         layers.append(LinearCaps(in_caps, dim, out_caps, dim, chosen, pose=pose, init=init))
         in_caps = out_caps
     return CapsNet(
