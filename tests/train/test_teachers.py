@@ -283,6 +283,15 @@ def test_an_unfair_teacher_is_refused_where_it_is_asked_for(tmp_path):
     student = replace(PLAIN, teachers=(str(first.folder),), distillation=0.5)
     with pytest.raises(ValueError, match=r"was trained with validation 0.5, which must be 0 as here"):
         train(student, out=tmp_path / "student", **OPTIONS)
+    assert not (tmp_path / "student").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="which must be 0 as here"):
+        train(student, out=tmp_path / "mine", **OPTIONS)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    with pytest.raises(ValueError, match="which must be 0 as here"):
+        train_together(student, [0, 1], out=tmp_path / "students", **OPTIONS)
+    assert not (tmp_path / "students").exists()
 
 
 def test_weights_that_do_not_say_how_they_were_trained(tmp_path):

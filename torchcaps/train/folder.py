@@ -170,6 +170,19 @@ def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
     checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
+def taking_back(folder: Path) -> Callable[[], None]:
+    """What leaves a folder as it is now, where a run could not begin in it."""
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+
+    def take_back() -> None:
+        for name in {"recipe.json", ".lock"} - (there or set()):
+            (folder / name).unlink(missing_ok=True)
+        if there is None and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+    return take_back
+
+
 def as_csv(rows: list[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")

@@ -21,7 +21,7 @@ from torchcaps.evaluate import Predictions, headline_error, predict
 from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import Folder, Run, open_folder
+from torchcaps.train.folder import Folder, Run, open_folder, taking_back
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import (
     RunError,
@@ -95,6 +95,9 @@ def train(
     shown: Log = Silent() if log is None or not lead else for_terminal() if isinstance(log, str) else log
     ranks = Ranks(fabric, out)
     with ExitStack() as stack:
+        beginning = stack.enter_context(ExitStack())
+        if lead:
+            beginning.callback(taking_back(out))
         on_first_rank(fabric, lambda: stack.enter_context(checkpoint.locked(out)))
         on_first_rank(fabric, lambda: open_folder(out, recipe, seed, resume))
         stack.enter_context(numerics(recipe.precision, deterministic))
@@ -106,6 +109,7 @@ def train(
         network = create_network(recipe, data, fabric, channels_last)
         folder = Folder(out, fabric, recipe, seed, data)
         session = Session(recipe, seed, folder, fabric, ranks, network, data, shown, capture, compiled)
+        beginning.pop_all()
         if resume and (found := checkpoint.latest(folder.checkpoints, notice=shown.say)) is not None:
             session.restore(found)
         if lead and (tensorboard or (tensorboard is None and log is not None)):

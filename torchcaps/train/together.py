@@ -26,7 +26,7 @@ from torchcaps.functional import widen
 from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import DEFAULTS, Recipe, differing
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import Run, open_folder
+from torchcaps.train.folder import Run, open_folder, taking_back
 from torchcaps.train.loop import CHECK_EVERY, Interrupted
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import check, create_fabric, create_network, load_data, may_capture, numerics, signals
@@ -76,6 +76,9 @@ def train_together(
     fabric.launch()
     shown: Log = Silent() if log is None else for_terminal() if isinstance(log, str) else log
     with ExitStack() as context:
+        beginning = context.enter_context(ExitStack())
+        for folder in (out, *(out / name for name in ("together", *(f"seed-{seed}" for seed in seeds)))):
+            beginning.callback(taking_back(folder))
         context.enter_context(checkpoint.locked(out / "together"))
         asked, seeds = seeds, open_together(out, recipe, seeds, resume)
         for seed in seeds:
@@ -91,6 +94,7 @@ def train_together(
             torch.manual_seed(seed)
             networks.append(create_network(recipe, data, fabric, channels_last).to(fabric.device))
         session = Together(recipe, seeds, out, fabric, Stack(networks), data, shown, capture)
+        beginning.pop_all()
         del networks
         if resume and (found := checkpoint.latest(session.common.checkpoints, notice=shown.say)) is not None:
             session.restore(found)
