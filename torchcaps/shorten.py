@@ -68,13 +68,16 @@ def is_shortened(recipe: Recipe, ran: Mapping[str, Any], epochs: int, exactly: b
     Args:
         exactly: or but for the rounding of its decay.
     """
-    if epochs > recipe.epochs:
-        return False
+    return epochs <= recipe.epochs and all(moved(recipe, ran, epochs, exactly).values())
+
+
+def moved(recipe: Recipe, ran: Mapping[str, Any], epochs: int, exactly: bool = False) -> dict[str, bool]:
+    """Of each path in MOVED, whether a run has it where `shortened` puts it for so many epochs, and images in them."""
     images = ran.get("samples")
     fewer = images if images and recipe.samples and images < recipe.samples else None
     wanted = shortened(recipe, epochs, fewer).to_dict()
     same = eq if exactly else _same
-    return all(same(_at(path, wanted), _at(path, ran)) for path in MOVED)
+    return {path: same(_at(path, wanted), _at(path, ran)) for path in MOVED}
 
 
 def _at(path: str, recipe: Mapping[str, Any]) -> Any:

@@ -51,6 +51,8 @@ def test_seeds_are_told_together_and_gaps_are_none():
         "torchcaps train mazzia2021_table2:efficient --seed 3",
         "    # error 0.433 ± 0.153 %, commit 0123456",
     ]
+    apart = commands([runs[0], replace(runs[1], defect="weights too small")])
+    assert "    # error 0.400 %, with weights too small, commit 0123456" in apart.splitlines()
     together = [replace(run, together=4) for run in runs[:2]]
     assert "--seeds 2 --together\n" in commands(together)
 

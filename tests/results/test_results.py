@@ -21,6 +21,7 @@ from torchcaps.recipes import Recipe
 from torchcaps.results import Result, append, checksums, from_line, ledger, read, thinned
 from torchcaps.results.notes import assumed, held_out, remarks
 from torchcaps.results.tables import disagreement, render, variation
+from torchcaps.shorten import shortened
 
 BASE = Recipe(
     "capsnet_mnist", "mnist", epochs=10, reported="0.25 ± 0.005", assumed=("lr", "schedule_args.decay", "luck")
@@ -370,10 +371,32 @@ def test_what_is_held_out_is_told_where_the_recipe_leaves_it_to_the_protocol():
 
 def test_a_schedule_that_is_shortened_as_the_epochs_are_is_told_in_a_word():
     row = replace(BASE, epochs=100, schedule="exponential", schedule_args={"decay": 0.98})
-    for decay, told in ((0.9349, "schedule shortened alike"), (0.9, "schedule_args.decay = 0.9"), (0.98, "")):
+    alike, left = "schedule shortened alike", "schedule_args.decay not shortened"
+    for decay, told in ((0.9349, alike), (0.9, "schedule_args.decay = 0.9"), (0.98, left)):
         run = result(epochs=30, planned=100, recipe=replace(row, epochs=30, schedule_args={"decay": decay}))
         assert variation(row, run, epochs=False) == told
-        assert variation(row, run) == ", ".join(filter(None, (told, "30 of 100 epochs")))
+        assert variation(row, run) == f"{told}, 30 of 100 epochs"
+
+
+def test_what_of_a_schedule_was_left_as_it_is_in_the_whole_recipe_is_told():
+    row = recipes.find("tsai2020_figure4:em-2")
+    short = shortened(row, 4)
+    assert variation(row, result(epochs=4, recipe=short), epochs=False) == "schedule shortened alike"
+    margin = result(epochs=4, recipe=replace(short, spread_steps=row.spread_steps))
+    assert variation(row, margin, epochs=False) == "schedule shortened alike, spread_steps not shortened"
+    fewer = recipes.find("sabour2017_table1:routing3-multimnist")
+    run = result(epochs=64, recipe=replace(fewer, samples=100_000))
+    assert variation(fewer, run) == "samples = 100000, schedule_args.every not shortened"
+
+
+def test_a_defect_found_later_sets_a_run_apart():
+    mended, broken = result(), result(seed=1, defect="weights that were too small")
+    assert variation(BASE, broken) == broken.defect
+    table = SimpleNamespace(__name__="first_table1", TITLE="First", ROWS={"three": BASE})
+    lines = render(table, [mended, broken]).splitlines()
+    assert lines[4].startswith("three (1)  ")
+    assert broken.defect in lines[5]
+    assert from_line(broken.line()) == broken
 
 
 def test_a_field_that_a_line_is_too_old_to_have_is_at_its_default():

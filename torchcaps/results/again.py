@@ -25,7 +25,7 @@ def commands(results: Iterable[Result]) -> str:
     for result in sorted(results, key=lambda result: (result.table, result.row, result.seed)):
         if f"{result.table}:{result.row}" in recipes.names():
             key = result.members or tuple(words(result))
-            groups.setdefault((key, result.together), []).append(result)
+            groups.setdefault((key, result.together, result.defect), []).append(result)
     return "\n".join(line for group in groups.values() for line in _lines(group))
 
 
@@ -76,7 +76,8 @@ def _lines(runs: list[Result]) -> list[str]:
     metric = recipes.find(f"{first.table}:{first.row}").metric.removeprefix("ensemble_")
     commits = " and ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     per_cent = "" if metric == "loss" else " %"
-    told = [f"{metric.replace('_', ' ')} {cell_of(metric, runs)}{per_cent}", took(runs), f"commit {commits}"]
+    defect = f"with {first.defect}" if first.defect else ""
+    told = [f"{metric.replace('_', ' ')} {cell_of(metric, runs)}{per_cent}", defect, took(runs), f"commit {commits}"]
     return [*lines, f"    # {', '.join(filter(None, told))}"]
 
 

@@ -37,7 +37,8 @@ class Result:
     `planned` are the epochs that the table's row asks for, `energy` joules, `curves` a value an epoch for each word,
     but see `thinned`, `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many
     they were chosen on validation, None where they were not. `together` says how many seeds were trained at once:
-    `seconds` and `energy` are then a share of the whole. `teachers` has the checksum of each.
+    `seconds` and `energy` are then a share of the whole. `teachers` has the checksum of each. `defect` is written by
+    hand into the line of a run that did something else than its row says.
     """
 
     table: str
@@ -65,6 +66,7 @@ class Result:
     together: int = 1
     energy: float | None = None
     teachers: dict[str, str] = field(default_factory=dict)
+    defect: str = ""
     finished: str = ""
 
     @property

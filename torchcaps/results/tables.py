@@ -15,7 +15,7 @@ from torchcaps import recipes
 from torchcaps.results import Result
 from torchcaps.results.notes import assumed, latest, remarks, word
 from torchcaps.results.sheet import FORMATS, Line, Sheet
-from torchcaps.shorten import MOVED, is_shortened
+from torchcaps.shorten import moved
 
 SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
@@ -119,10 +119,16 @@ def variation(recipe: recipes.Recipe, result: Result, epochs: bool = True) -> st
     Args:
         epochs: whether their number is to be told.
     """
-    changes = _changes(recipe, result)
-    if is_shortened(recipe, result.recipe, result.epochs):
-        told = [change for change in changes if change.split(" ")[0] not in MOVED]
-        changes = told if len(told) == len(changes) else [*told, "schedule shortened alike"]
+    own = changed(recipe, result.recipe)
+    if result.epochs <= recipe.epochs and not result.reached:
+        there = moved(recipe, result.recipe, result.epochs)
+        alike = [path for path in own if there.get(path)]
+        changes = [f"{path} = {word(value)}" for path, value in own.items() if path not in alike]
+        changes += ["schedule shortened alike"] * bool(alike)
+        changes += [f"{path} not shortened" for path, right in there.items() if not right and path not in own]
+    else:
+        changes = _changes(recipe, result)
+    changes += [result.defect] * bool(result.defect)
     if epochs and result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
     together = recipe.metric.startswith("ensemble_")
