@@ -30,7 +30,9 @@ EFFICIENT = Recipe(
     assumed=(*OPEN, "reconstruction"),
     note="mean accuracy 0.974, lowest 0.97, highest 0.983 over 30 runs",
 )
-CNN = replace(EFFICIENT, seeds=3, assumed=(*OPEN, "model", "reconstruction", "seeds"), note="only its size is printed")
+CNN = replace(
+    EFFICIENT, seeds=3, assumed=(*OPEN, "model", "reconstruction", "seeds"), note="its widths are not printed"
+)
 BASELINE = replace(CNN, model="mazzia_cnn_smallnorb", loss="cross_entropy")
 VECTORS = replace(CNN, model="mazzia_vector_cnn_smallnorb")
 PLAIN = {"decoder": False}

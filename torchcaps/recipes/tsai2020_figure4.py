@@ -1,7 +1,8 @@
 """Tsai et al. 2020, figure 4: 1 to 5 iterations on CIFAR-10 with the simple backbone, and three ablations.
 
-A is without layer norm, B routes one layer after the other, C has activations in its capsules. The paper draws its
-numbers; the text says only that A predicts uniformly with five iterations.
+A is without layer norm, which is taken to mean that of the primary capsules too, B routes one layer after the other, C
+has activations in its capsules. The paper draws its numbers; the text says only that A predicts uniformly with five
+iterations.
 """
 
 from dataclasses import replace
@@ -17,7 +18,7 @@ KINDS: dict[str, tuple[Recipe, dict[str, bool]]] = {
     "inverted": (INVERTED, {}),
     "dynamic": (DYNAMIC, {}),
     "em": (EM, {}),
-    "inverted-a": (INVERTED, {"norm": False}),
+    "inverted-a": (replace(INVERTED, assumed=(*INVERTED.assumed, "model_args.norm")), {"norm": False}),
     "inverted-b": (INVERTED, {"concurrent": False}),
     "inverted-c": (replace(INVERTED, assumed=(*INVERTED.assumed, "model_args.activations")), {"activations": True}),
 }

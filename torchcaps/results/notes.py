@@ -116,4 +116,4 @@ def protocol_of(recipe: Recipe) -> protocols.Protocol | None:
 
 
 def word(value: Any) -> str:
-    return "none" if value in (None, "") else value if isinstance(value, str) else json.dumps(value)
+    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)
