@@ -33,14 +33,14 @@ USUAL = ("precision = bf16", "schedule shortened alike")  # the one is told with
 READING = re.compile(r"<!-- reading (\S+): begin -->\n(.*?)<!-- reading \1: end -->", re.DOTALL)
 INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
-    "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run; epochs are "
-    "selected on held-out training images unless a protocol says otherwise. Shortened rows were trained for fewer "
-    "epochs than the paper's recipe has. Of seeds that were trained at once, each took its share of the whole time. "
-    "Most runs on a GPU had two to four others beside them, so their times are more than they need alone, and the "
-    "energy in their lines is the whole card's. The standard error of a share p of n images, √(p(1 - p) / n), says how "
-    "far another test set might be; rows that are tested on the same images are better told apart by their spread over "
-    "seeds. `torchcaps table --commands` prints the command behind each line, and `--missing` those of the rows that "
-    "have not been run."
+    "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run unless a "
+    "note says otherwise; epochs are selected on held-out training images unless a protocol says otherwise. Shortened"
+    " rows were trained for fewer epochs, or images, than their recipe has. Of seeds that were trained at once, each "
+    "took its share of the whole time. Most runs on a GPU had two to four others beside them, so their times are more"
+    " than they need alone, and the energy in their lines is the whole card's. The standard error of a share p of n "
+    "images, √(p(1 - p) / n), says how far another test set might be; rows that are tested on the same images are "
+    "better told apart by their spread over seeds. `torchcaps table --commands` prints the command behind each line, "
+    "and `--missing` those of the rows that have not been run."
 )
 
 
