@@ -113,22 +113,29 @@ def inverted_capsnet(
     tall, wide = first.out_space(tall, wide)
     size = side_of(dim) if pose == "matrix" else dim  # numbers of a pose that meet in one product
 
-    def start_of(children: int, parents: int) -> Init:
-        """Tsai's for inverted attention; it counts on layer norm, without which poses shrink from layer to layer."""
+    def start_of(children: int, parents: int, below: float) -> Init:
+        """Tsai's for inverted attention; it counts on layer norm, without which poses shrink from layer to layer.
+
+        With EM a child is the mean of the votes it has won, and smaller than they are by the root of their number.
+        """
         if own:
             return partial(nn.init.normal_, std=math.sqrt(parents / (size * children)))
+        if gives_activations(chosen):
+            return partial(nn.init.normal_, std=math.sqrt(below / size))
         return partial(mixture_normal_, in_caps=children, size=1.0)
 
+    below = 1.0
     layers: list[nn.Module] = []
     for kernel_size, stride in convs:
-        init = start_of(types * kernel_size**2, types)
+        children = types * kernel_size**2
+        init, below = start_of(children, types, below), children / types
         layer = ConvCaps(types, dim, types, dim, kernel_size, stride, chosen, pose=pose, windows=windows, init=init)
         tall, wide = layer.out_space(tall, wide)
         layers.append(layer)
     in_caps = types * tall * wide
     for out_caps in (*hidden, classes):
         check_count("hidden", out_caps)
-        init = start_of(in_caps, out_caps)
+        init, below = start_of(in_caps, out_caps, below), in_caps / out_caps
         layers.append(LinearCaps(in_caps, dim, out_caps, dim, chosen, pose=pose, init=init))
         in_caps = out_caps
     return CapsNet(
