@@ -171,13 +171,17 @@ def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
 
 
 def taking_back(folder: Path) -> Callable[[], None]:
-    """What leaves a folder as it is now, where a run could not begin in it."""
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+    """What takes away recipe.json, the lock and the folder, where a run could not begin and they are not there now."""
+    new = not folder.is_dir()
+    there = {name: (folder / name).read_bytes() for name in ("recipe.json", ".lock") if (folder / name).exists()}
 
     def take_back() -> None:
-        for name in {"recipe.json", ".lock"} - (there or set()):
-            (folder / name).unlink(missing_ok=True)
-        if there is None and folder.is_dir() and not any(folder.iterdir()):
+        for name in ("recipe.json", ".lock"):
+            if name not in there:
+                (folder / name).unlink(missing_ok=True)
+            elif (folder / name).read_bytes() != there[name]:
+                checkpoint.write(folder / name, there[name])
+        if new and not any(folder.iterdir()):
             folder.rmdir()
 
     return take_back

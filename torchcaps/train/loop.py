@@ -95,10 +95,9 @@ def train(
     shown: Log = Silent() if log is None or not lead else for_terminal() if isinstance(log, str) else log
     ranks = Ranks(fabric, out)
     with ExitStack() as stack:
-        beginning = stack.enter_context(ExitStack())
-        if lead:
-            beginning.callback(taking_back(out))
+        beginning, take_back = stack.enter_context(ExitStack()), taking_back(out)
         on_first_rank(fabric, lambda: stack.enter_context(checkpoint.locked(out)))
+        on_first_rank(fabric, lambda: beginning.callback(take_back))
         on_first_rank(fabric, lambda: open_folder(out, recipe, seed, resume))
         stack.enter_context(numerics(recipe.precision, deterministic))
         if capture:
@@ -109,11 +108,11 @@ def train(
         network = create_network(recipe, data, fabric, channels_last)
         folder = Folder(out, fabric, recipe, seed, data)
         session = Session(recipe, seed, folder, fabric, ranks, network, data, shown, capture, compiled)
-        beginning.pop_all()
         if resume and (found := checkpoint.latest(folder.checkpoints, notice=shown.say)) is not None:
             session.restore(found)
         if lead and (tensorboard or (tensorboard is None and log is not None)):
             session.shown = Board.around(shown, out / "tensorboard", session.purge_step(), needed=bool(tensorboard))
+        beginning.pop_all()
         stack.callback(session.shown.close)
         session.stop = stack.enter_context(signals())
         with ranks.watched(lambda: f" at step {session.now.step}{folder.intact()}"):

@@ -77,13 +77,17 @@ def train_together(
     shown: Log = Silent() if log is None else for_terminal() if isinstance(log, str) else log
     with ExitStack() as context:
         beginning = context.enter_context(ExitStack())
-        for folder in (out, *(out / name for name in ("together", *(f"seed-{seed}" for seed in seeds)))):
-            beginning.callback(taking_back(folder))
+        undo = [taking_back(out), taking_back(out / "together")]
         context.enter_context(checkpoint.locked(out / "together"))
+        for take_back in undo:
+            beginning.callback(take_back)
         asked, seeds = seeds, open_together(out, recipe, seeds, resume)
         for seed in seeds:
-            context.enter_context(checkpoint.locked(out / f"seed-{seed}"))
-            open_folder(out / f"seed-{seed}", recipe, seed, resume)
+            folder = out / f"seed-{seed}"
+            take_back = taking_back(folder)
+            context.enter_context(checkpoint.locked(folder))
+            beginning.callback(take_back)
+            open_folder(folder, recipe, seed, resume)
         context.enter_context(numerics(recipe.precision, deterministic))
         if capture:
             context.enter_context(own_stream(fabric.device))
