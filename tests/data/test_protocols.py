@@ -213,6 +213,11 @@ def test_li_augmentation(augmentation, larger, jitter):
     assert larger == 32 or protocol.train[0].size == protocol.test[0].size == larger
     assert (protocol.crops is None) == (larger == 32)
     assert apply(protocol.train, batch("cifar10"), draws()).shape == (3, 3, 32, 32)
+    (said,) = protocol.assumed
+    crops = "crops after padding by 4" if larger == 32 else f"crops from {larger} x {larger}"
+    assert f"is taken as {crops} and mirror images" in said
+    assert ("jittered colours" in said) == jitter
+    assert find("li2018-official", "cifar10", augmentation=augmentation).assumed == ()
     assert flip() not in find("li2018", "svhn").train
     assert flip() in find("li2018-official", "svhn").train
     assert flip() not in find("li2018-official", "mnist").train

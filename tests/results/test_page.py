@@ -13,7 +13,7 @@ from torchcaps.recipes import with_overrides
 from torchcaps.results import Result, append, from_line, read
 from torchcaps.results.again import commands
 from torchcaps.results.notes import in_short
-from torchcaps.results.page import render_page
+from torchcaps.results.page import not_run, render_page
 from torchcaps.results.plan import GROUPS
 from torchcaps.results.tables import disagreement, render
 from torchcaps.shorten import shortened
@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[2]
 def result(name, error=0.0026, seed=0, epochs=None, changes=None, **values):
     table, _, row = name.partition(":")
     whole = recipes.find(name)
-    fewer = epochs is not None and epochs < whole.epochs and "curves" not in values
-    recipe = with_overrides(shortened(whole, epochs) if fewer else whole, changes or {})
+    recipe = with_overrides(whole if epochs is None else shortened(whole, min(epochs, whole.epochs)), changes or {})
     epochs = recipe.epochs if epochs is None else epochs
     test = {"error": error, "accuracy": 1 - error, "standard_error": 0.0005, "images": 10_000}
     known = {
@@ -229,6 +228,22 @@ def test_both_figures_of_overlapping_digits():
     assert cells[1] == "exact match error and per digit error %"
     assert cells[3] == "5.20; 2.70"
     assert "tested on 10,000 of 10,000,000 images" in render_page([run])
+
+
+def test_runs_with_a_defect_come_last_and_are_to_be_run_again():
+    name = "tsai2020_figure5:dynamic-vector"
+    broken = result(name, 1.0, epochs=5, defect="weights that started too small")
+    assert [entry.row for _, entry in not_run([broken])].count(name) == 1
+    label = "DiverseMultiMNIST, dynamic"
+    (cells,) = [cells for cells in rows(render_page([broken]), "11") if cells[0].startswith(label)]
+    assert cells[0].startswith(f"{label}, with weights that started too small (")
+    mended = result(name, 0.5, epochs=4)
+    assert name not in [entry.row for _, entry in not_run([broken, mended])]
+    page = render_page([broken, mended])
+    (cells,) = [cells for cells in rows(page, "11") if cells[0].startswith(label)]
+    assert cells[0].startswith(f"{label} (")
+    assert "also run: " in page
+    assert "(with weights that started too small, epochs 5 of 350" in page
 
 
 def test_a_run_that_stops_where_it_should_is_not_shortened():

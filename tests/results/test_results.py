@@ -369,6 +369,13 @@ def test_what_is_held_out_is_told_where_the_recipe_leaves_it_to_the_protocol():
     assert held_out(replace(BASE, validation=0.1)) == 0.1
 
 
+def test_what_is_assumed_of_a_model_is_told_with_its_default_or_left_out_where_it_has_no_such_option():
+    row = recipes.find("sabour2017_affnist:capsnet")
+    assert assumed(row).endswith("model_args.iterations = 3")
+    assert assumed(replace(row, assumed=("model_args.channels",))) == "assumed: model_args.channels = 256"
+    assert "iterations" not in assumed(replace(row, model="efficient_capsnet_mnist", model_args={}))
+
+
 def test_a_schedule_that_is_shortened_as_the_epochs_are_is_told_in_a_word():
     row = replace(BASE, epochs=100, schedule="exponential", schedule_args={"decay": 0.98})
     alike, left = "schedule shortened alike", "schedule_args.decay not shortened"
@@ -382,11 +389,27 @@ def test_what_of_a_schedule_was_left_as_it_is_in_the_whole_recipe_is_told():
     row = recipes.find("tsai2020_figure4:em-2")
     short = shortened(row, 4)
     assert variation(row, result(epochs=4, recipe=short), epochs=False) == "schedule shortened alike"
-    margin = result(epochs=4, recipe=replace(short, spread_steps=row.spread_steps))
+    margin = result(epochs=4, planned=row.epochs, recipe=replace(short, spread_steps=row.spread_steps))
     assert variation(row, margin, epochs=False) == "schedule shortened alike, spread_steps not shortened"
+    longer = result(epochs=5, planned=5, recipe=replace(row, epochs=5))
+    assert variation(replace(row, epochs=4), longer) == "5 of 4 epochs"
+    older = result(epochs=4, planned=4, recipe=replace(row, epochs=4))
+    assert variation(row, older) == f"4 of {row.epochs} epochs"
+    cosine = result(epochs=4, planned=row.epochs, recipe=replace(short, schedule="cosine", schedule_args={}))
+    assert variation(row, cosine, epochs=False) == "schedule = cosine, schedule_args = {}, schedule shortened alike"
     fewer = recipes.find("sabour2017_table1:routing3-multimnist")
     run = result(epochs=64, recipe=replace(fewer, samples=100_000))
     assert variation(fewer, run) == "samples = 100000, schedule_args.every not shortened"
+
+
+def test_a_run_that_stopped_where_it_should_has_the_schedule_it_was_given():
+    row = recipes.find("sabour2017_affnist:capsnet")
+    curves = {"validation_error": [0.02, 0.0077]}
+    whole = result(epochs=2, planned=50, recipe=row, curves=curves)
+    short = result(epochs=2, planned=50, recipe=shortened(row, 12), curves=curves)
+    assert whole.reached
+    assert variation(row, whole) == ""
+    assert variation(row, short) == "schedule shortened alike"
 
 
 def test_a_defect_found_later_sets_a_run_apart():

@@ -52,7 +52,6 @@ LI_SIZES = {  # what images are enlarged to before they are cropped, by augmenta
     128: {"": 128, "+": 136, "++": 156},
     224: {"": 224, "+": 238, "++": 256},
 }
-PLUSES = {"": "no plus", "+": "a plus", "++": "two pluses"}
 SHIFT_SIX = "the paper shifts by up to 4 pixels, the released command by 6"
 ONE_SHIFT = "the released code draws one shift of the first digit for all its pairs, as here"
 PARTNERS = "its 1,000 partners of a digit are all different there; here a few come twice"
@@ -199,6 +198,7 @@ def li2018(name: str, data: str, official: bool, *, augmentation: str = "++", si
     enlarged: Steps = () if data == "himagenet" or larger == side else (resize(larger),)
     crop = random_crop(side, padding=0 if larger > side else side // 8)
     test: Steps = (*enlarged, centre_crop(side))
+    kind = f"table 4's {augmentation}" if augmentation else "the blank of table 4"
     means = [f"crops from {larger} x {larger}" if larger > side else f"crops after padding by {side // 8}"]
     means += ["mirror images"] * bool(mirrored) + ["jittered colours"] * bool(jitter)
     if official and larger > side:
@@ -213,7 +213,7 @@ def li2018(name: str, data: str, official: bool, *, augmentation: str = "++", si
         validation="test" if official else 0,
         options={"size": larger} if data == "himagenet" else {},
         notes=(*notes, FROM_TEST) if official else notes,
-        assumed=(f"{PLUSES[augmentation]} in table 4 means {', '.join(means)}",) if data != "mnist" else (),
+        assumed=() if official or data == "mnist" else (f"{kind} is taken as {' and '.join(means)}",),
     )
 
 
@@ -248,7 +248,9 @@ def tsai2020(name: str, data: str, official: bool) -> Protocol:
     """Tsai et al. 2020. Both CIFARs are normalised with the numbers of CIFAR-10, as in the released code."""
     if data == "diverse_multimnist":
         return Protocol(
-            name, data, assumed=("digits are summed and clipped", "a digit is named from a probability of 0.5 on")
+            name,
+            data,
+            assumed=("digits are summed and clipped", "a digit counts as found from a probability of 0.5 on"),
         )
     numbers = normalise(*CIFAR10_STATISTICS)
     return Protocol(

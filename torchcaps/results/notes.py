@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchcaps.data import protocols
+from torchcaps.models import list_models
+from torchcaps.models.registry import find_preset
 from torchcaps.recipes import Recipe
 from torchcaps.results import Result
 
@@ -93,6 +95,11 @@ def assumed(recipe: Recipe) -> str:
         value = values.get(name, ...)
         if key:
             value = value.get(key, ...) if isinstance(value, dict) else ...
+        if value is ... and name == "model_args" and recipe.model in list_models():
+            options = find_preset(recipe.model).options
+            if key not in options:
+                continue
+            value = options[key]
         words.append(path if value is ... else f"{path} = {word(value)}")
     protocol = protocol_of(recipe)
     sentences = [", ".join(words)] * bool(words) + list(() if protocol is None else protocol.assumed)

@@ -34,13 +34,13 @@ READING = re.compile(r"<!-- reading (\S+): begin -->\n(.*?)<!-- reading \1: end 
 INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run unless a "
-    "note says otherwise; epochs are selected on held-out training images unless a protocol says otherwise. Shortened"
-    " rows were trained for fewer epochs, or images, than their recipe has. Of seeds that were trained at once, each "
-    "took its share of the whole time. Most runs on a GPU had two to four others beside them, so their times are more"
-    " than they need alone, and the energy in their lines is the whole card's. The standard error of a share p of n "
-    "images, √(p(1 - p) / n), says how far another test set might be; rows that are tested on the same images are "
-    "better told apart by their spread over seeds. `torchcaps table --commands` prints the command behind each line, "
-    "and `--missing` those of the rows that have not been run."
+    "note or a reading says otherwise; epochs are selected on held-out training images unless a protocol says "
+    "otherwise. Shortened rows were trained for fewer epochs, or images, than their recipe has. Of seeds that were "
+    "trained at once, each took its share of the whole time. Most runs on a GPU had two to four others beside them, "
+    "so their times are more than they need alone, and the energy in their lines is the whole card's. The standard "
+    "error of a share p of n images, √(p(1 - p) / n), says how far another test set might be; rows that are tested on "
+    "the same images are better told apart by their spread over seeds. `torchcaps table --commands` prints the "
+    "command behind each line, and `--missing` those of the rows that have not been run."
 )
 
 
@@ -61,10 +61,11 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
 
 
 def not_run(results: Iterable[Result]) -> list[tuple[Group, Entry]]:
-    """What the page has no figure for, in its order."""
+    """What the page has no figure for, or only those of runs with a defect, in its order."""
     sections = (*GROUPS, ours())
     claimed = claimed_by(results, [entry for group in sections for entry in group.entries])
-    return [(group, entry) for group in sections for entry in group.entries if not claimed[id(entry)]]
+    entries = ((group, entry) for group in sections for entry in group.entries)
+    return [(group, entry) for group, entry in entries if all(run.defect for run in claimed[id(entry)])]
 
 
 def ours() -> Group:
@@ -159,7 +160,8 @@ def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...],
     said = [text for text in (assumed(recipe), recipe.note) if text]
     lines: list[tuple[tuple[str, ...], list[str]]] = []
     for (how, _), found in sorted(
-        groups.items(), key=lambda group: (group[0][0] != "", -group[0][1], -len(group[1]), group[0][0])
+        groups.items(),
+        key=lambda group: (bool(group[1][0].defect), group[0][0] != "", -group[0][1], -len(group[1]), group[0][0]),
     ):
         runs, earlier = latest(found)
         older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"

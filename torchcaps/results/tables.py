@@ -119,15 +119,14 @@ def variation(recipe: recipes.Recipe, result: Result, epochs: bool = True) -> st
     Args:
         epochs: whether their number is to be told.
     """
-    own = changed(recipe, result.recipe)
-    if result.epochs <= recipe.epochs and not result.reached:
-        there = moved(recipe, result.recipe, result.epochs)
-        alike = [path for path in own if there.get(path)]
-        changes = [f"{path} = {word(value)}" for path, value in own.items() if path not in alike]
-        changes += ["schedule shortened alike"] * bool(alike)
-        changes += [f"{path} not shortened" for path, right in there.items() if not right and path not in own]
-    else:
-        changes = _changes(recipe, result)
+    own, asked = changed(recipe, result.recipe), result.recipe.get("epochs", result.epochs)
+    there = moved(recipe, result.recipe, asked) if asked <= recipe.epochs else {}
+    alike = [path for path in own if there.get(path)]
+    changes = [f"{path} = {word(value)}" for path, value in own.items() if path not in alike]
+    changes += ["schedule shortened alike"] * bool(alike)
+    if result.planned == recipe.epochs and (asked < recipe.epochs or fewer_images(recipe, result)):
+        left = [path for path, right in there.items() if not right and not {path, path.partition(".")[0]} & own.keys()]
+        changes += [f"{path} not shortened" for path in left]
     changes += [result.defect] * bool(result.defect)
     if epochs and result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
