@@ -29,7 +29,7 @@ MAY_IMPORT = {  # what each part may see of the others; its own files always
     "train.checkpoint": set(),
     "train.progress": set(),
     "results": {"recipes", "shorten"},
-    "results.notes": {"data", "recipes"},
+    "results.notes": {"data", "models", "recipes"},
     "runs": {"recipes", "data", "models", "evaluate", "train"},
     "predictor": {"data", "evaluate", "losses", "models", "recipes", "runs"},
     "pictures": set(),
