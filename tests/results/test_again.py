@@ -12,7 +12,7 @@ from torchcaps.cli import main
 from torchcaps.commands.train import train_row
 from torchcaps.commands.words import choose, in_fewer_epochs, overrides, with_fields
 from torchcaps.results import Result, read
-from torchcaps.results.again import commands, missing, words
+from torchcaps.results.again import commands, in_full, missing, words
 from torchcaps.results.plan import GROUPS
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,46 @@ def test_what_is_missing_can_be_trained(capsys, monkeypatch):
     assert set(left) <= {*lines, "# every row of the page has a result"}
     assert main(["table", "mazzia2021_table2", "--missing"]) == 2
     assert "leave NAME out" in capsys.readouterr().err
+
+
+def test_what_was_shortened_can_be_trained_in_full():
+    runs = [result(seed=seed, precision="bf16", epochs=25) for seed in (0, 1, 3)]
+    timed = [replace(run, seconds=seconds, device="GPU") for run, seconds in zip(runs, (40.0, 30.0, 90.0), strict=True)]
+    assert in_full(timed).splitlines() == [
+        "torchcaps train mazzia2021_table2:efficient --precision bf16 --seeds 2",
+        "torchcaps train mazzia2021_table2:efficient --precision bf16 --seed 3",
+        "    # Efficient-CapsNet on MNIST (Mazzia, tables 2 and 3): Efficient-CapsNet; was 25 % of it, in full about "
+        "2.0 min a run on GPU",
+    ]
+    assert in_full(runs).endswith("; was 25 % of it")
+    assert in_full([replace(runs[0], together=4), replace(runs[1], together=4)]).splitlines()[0].endswith("--together")
+    assert in_full([*timed, result()]) == ""
+    assert in_full([replace(run, defect="weights too small") for run in timed]) == ""
+
+
+def test_fewer_images_are_a_smaller_share():
+    name = "mazzia2021_multimnist:efficient"
+    recipe = recipes.find(name)
+    ran = replace(recipe, samples=recipe.samples // 6, epochs=recipe.epochs // 2)
+    test = {"per_digit_error": 0.1, "exact_match_error": 0.2}
+    known = {"epochs": ran.epochs, "planned": recipe.epochs, "recipe": ran.to_dict(), "seconds": 10.0, "device": "GPU"}
+    command, said = in_full(
+        [Result(table=name.partition(":")[0], row="efficient", seed=0, test=test, **known)]
+    ).splitlines()
+    assert command == f"torchcaps train {name}"
+    assert said == "    # MultiMNIST: Efficient-CapsNet; was 8.3 % of it, in full about 2.0 min a run on GPU"
+
+
+def test_the_command_lists_what_was_shortened(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["table", "--shortened"]) == 0
+    plan = read_plan(capsys.readouterr().out)
+    assert ["train", "choi2019_table1:ours-affnist", "--data", "affnist_generated", "--precision", "bf16"] in [
+        words[:6] for words in plan
+    ]
+    assert all(words[0] == "train" and recipes.find(words[1]) for words in plan)
+    assert main(["table", "mazzia2021_table2", "--shortened"]) == 2
+    assert "--shortened is for all tables; leave NAME out" in capsys.readouterr().err
 
 
 def test_an_ensemble_names_its_members():

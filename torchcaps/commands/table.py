@@ -31,6 +31,7 @@ def print_table(
     page: str = "",
     commands: bool = False,
     missing: bool = False,
+    shortened: bool = False,
     check: bool = False,
 ) -> int:
     """Print a table of a paper with our numbers beside its own: mean ± standard deviation over the seeds.
@@ -44,6 +45,8 @@ def print_table(
         page: render this page of all rows that were to be reproduced, RESULTS.md, keeping what is written in it.
         commands: print the commands that made the results, to be given again, instead.
         missing: print the commands of the rows on that page which have no result yet, instead.
+        shortened: print the commands that would train in full the rows on that page which were shortened, instead, with
+            the time that they would take.
         check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
     if readme:
@@ -56,10 +59,14 @@ def print_table(
         raise ValueError("--check goes with --readme FILE or --page FILE")
     if commands:
         return _print_commands(name, results)
-    if missing:
+    if missing or shortened:
         if name:
-            raise ValueError("--missing is for all tables; leave NAME out")
-        print(again.missing(_results("", results or "results")) or "# every row of the page has a result")
+            raise ValueError(f"--{'missing' if missing else 'shortened'} is for all tables; leave NAME out")
+        lines = _results("", results or "results")
+        if missing:
+            print(again.missing(lines) or "# every row of the page has a result")
+        else:
+            print(again.in_full(lines) or "# no row of the page was shortened")
         return 0
     if not name:
         return _list(results)

@@ -1,7 +1,8 @@
-"""The commands that made the lines of results, to be given again, and those that would make what is missing.
+"""The commands that made the lines of results, to be given again, and those that would make what is missing or short.
 
 >>> print(commands(read("results")))
 >>> print(missing(read("results")))
+>>> print(in_full(read("results")))
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from torchcaps import recipes
 from torchcaps.results import Result
 from torchcaps.results.notes import is_look, spans
-from torchcaps.results.page import not_run
-from torchcaps.results.tables import cell_of, changed, took
+from torchcaps.results.page import not_run, not_whole
+from torchcaps.results.tables import cell_of, changed, duration, fewer_images, took
 from torchcaps.shorten import MOVED, is_shortened
 
 
@@ -39,6 +40,30 @@ def missing(results: Iterable[Result]) -> str:
             command = shlex.join(["torchcaps", "train", entry.row, *_switches(entry.changes)])
         lines += [command, f"    # {group.title}: {entry.label}"]
     return "\n".join(lines)
+
+
+def in_full(results: Iterable[Result]) -> str:
+    """A command for each row of the page that has been shortened, to train all of it, and under it how long that takes.
+
+    Time is that of what was trained, as many times as the row is longer: of the fastest seed, alone or beside others.
+    """
+    lines = []
+    for group, entry, runs in not_whole(results):
+        row, first = recipes.find(entry.row), runs[0]
+        changes = {path: value for path, value in changed(row, first.recipe).items() if path not in (*MOVED, "samples")}
+        command = ["torchcaps", "train", entry.row, *_switches(changes)]
+        lines += [shlex.join([*command, *_seeds(span, first.together > 1)]) for span in spans(run.seed for run in runs)]
+        shares = {run.seed: _share(row, run) for run in runs}
+        whole = [run.seconds / shares[run.seed] for run in runs if run.seconds is not None]
+        time = f", in full about {duration(min(whole))} a run on {first.device}" if whole else ""
+        lines.append(f"    # {group.title}: {entry.label}; was {100 * min(shares.values()):.2g} % of it{time}")
+    return "\n".join(lines)
+
+
+def _share(row: recipes.Recipe, run: Result) -> float:
+    """How much of a row's training a run had."""
+    images = run.recipe["samples"] / row.samples if row.samples and fewer_images(row, run) else 1.0
+    return images * run.epochs / row.epochs
 
 
 def words(result: Result) -> list[str]:

@@ -7,7 +7,7 @@ section, `<!-- reading 1: begin -->` and `<!-- reading 1: end -->`, and comes th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchcaps import recipes
@@ -20,6 +20,7 @@ from torchcaps.results.tables import (
     cell_of,
     fewer_images,
     is_ensemble_for,
+    is_short,
     replaced,
     took,
     variation,
@@ -40,7 +41,8 @@ INTRODUCTION = (
     "so their times are more than they need alone, and the energy in their lines is the whole card's. The standard "
     "error of a share p of n images, √(p(1 - p) / n), says how far another test set might be; rows that are tested on "
     "the same images are better told apart by their spread over seeds. `torchcaps table --commands` prints the "
-    "command behind each line, and `--missing` those of the rows that have not been run."
+    "command behind each line, `--missing` those of the rows that have not been run, and `--shortened` those that "
+    "would train in full what was shortened, with the time it takes."
 )
 
 
@@ -62,10 +64,27 @@ def render_page(results: Sequence[Result], old: str = "", groups: Iterable[Group
 
 def not_run(results: Iterable[Result]) -> list[tuple[Group, Entry]]:
     """What the page has no figure for, or only those of runs with a defect, in its order."""
+    return [(group, entry) for group, entry, runs in _sound(results) if not runs]
+
+
+def not_whole(results: Iterable[Result]) -> list[tuple[Group, Entry, list[Result]]]:
+    """What the page tells shortened runs of, in its order, and these."""
+    found = []
+    for group, entry, runs in _sound(results):
+        recipe = _recipe(entry)
+        first = next((same for _, same in alike(recipe, runs)), [])
+        if any(is_short(recipe, run) for run in first):
+            found.append((group, entry, first))
+    return found
+
+
+def _sound(results: Iterable[Result]) -> Iterator[tuple[Group, Entry, list[Result]]]:
+    """Every row of the page with its runs but those with a defect."""
     sections = (*GROUPS, ours())
     claimed = claimed_by(results, [entry for group in sections for entry in group.entries])
-    entries = ((group, entry) for group in sections for entry in group.entries)
-    return [(group, entry) for group, entry in entries if all(run.defect for run in claimed[id(entry)])]
+    for group in sections:
+        for entry in group.entries:
+            yield group, entry, [run for run in claimed[id(entry)] if not run.defect]
 
 
 def ours() -> Group:
@@ -149,20 +168,12 @@ def _number(notes: list[str], text: str) -> int:
 def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
     """One for all runs with the same settings and epochs, each with what it has to note."""
     recipe = _recipe(entry)
-    groups: dict[tuple[str, int], list[Result]] = {}
-    for result in results:
-        epochs = recipe.epochs if result.reached else result.epochs
-        key = variation(recipe, result, epochs=False), epochs
-        groups.setdefault(key, []).append(result)
     metrics = entry.metrics or (recipe.metric,)
     words = " and ".join(metric.removeprefix("ensemble_").replace("_", " ") for metric in metrics) + " %"
     printed = entry.printed or recipe.reported or "-"
     said = [text for text in (assumed(recipe), recipe.note) if text]
     lines: list[tuple[tuple[str, ...], list[str]]] = []
-    for (how, _), found in sorted(
-        groups.items(),
-        key=lambda group: (bool(group[1][0].defect), group[0][0] != "", -group[0][1], -len(group[1]), group[0][0]),
-    ):
+    for how, found in alike(recipe, results):
         runs, earlier = latest(found)
         older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"
         how = ", ".join(filter(None, (how, older)))
@@ -170,6 +181,20 @@ def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...],
         cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
         lines.append((cells, [*said, *_otherwise(metrics[0], runs), *remarks(runs, replaced(metrics[0], earlier))]))
     return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
+
+
+def alike(recipe: Recipe, results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
+    """Runs with the same settings and epochs, and what these settings are; first those that a page tells first."""
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for result in results:
+        epochs = recipe.epochs if result.reached else result.epochs
+        groups.setdefault((variation(recipe, result, epochs=False), epochs), []).append(result)
+
+    def order(group: tuple[tuple[str, int], list[Result]]) -> tuple[Any, ...]:
+        (how, epochs), runs = group
+        return bool(runs[0].defect), how != "", -epochs, -len(runs), how
+
+    return [(how, runs) for (how, _), runs in sorted(groups.items(), key=order)]
 
 
 def with_settings(label: str, how: str) -> str:
@@ -197,13 +222,11 @@ def _how(recipe: Recipe, runs: list[Result]) -> tuple[str, str, str, str]:
     if any(run.reached for run in runs):
         epochs += f", at {100 * first.recipe['stop_at']:g} % on validation"
     else:
-        short = first.shortened
         if first.epochs != first.planned:
             epochs += f" of {first.planned}"
         if fewer_images(recipe, first):
             epochs += f", each of {first.recipe['samples']:,} images instead of {recipe.samples:,}"
-            short = True
-        epochs += ", shortened" * short
+        epochs += ", shortened" * is_short(recipe, first)
     commits = ", ".join(sorted({run.commit[:7] + "*" * run.dirty for run in runs}))
     ran = recipes.from_dict(first.recipe)
     time = " ".join(filter(None, [took(runs), f"in {ran.precision}" if ran.precision != "32" else ""]))

@@ -75,7 +75,7 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
         for label, group in groups.items():
             runs, before = latest(group)
             said = [sheet.note(text) for text in remarks(runs, replaced(recipe.metric, before))]
-            label += ", shortened" * (runs[0].shortened or fewer_images(recipe, runs[0]))
+            label += ", shortened" * is_short(recipe, runs[0])
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
     for row, printed in getattr(table, "CITED", {}).items():
         sheet.lines.append(Line((row, "", str(printed), "cited", "", "", "", ""), kind="cited"))
@@ -110,7 +110,7 @@ def is_ensemble_for(recipe: recipes.Recipe, result: Result) -> bool:
     """Whether the row counts ensembles, and this is one of its networks on its images, as whichever row these were."""
     if not result.members or not recipe.metric.startswith("ensemble_"):
         return False
-    return not any(change.split(" ")[0].split(".")[0] in SAME_IN_ENSEMBLES for change in _changes(recipe, result))
+    return not any(path.partition(".")[0] in SAME_IN_ENSEMBLES for path in changed(recipe, result.recipe))
 
 
 def variation(recipe: recipes.Recipe, result: Result, epochs: bool = True) -> str:
@@ -144,6 +144,11 @@ def fewer_images(recipe: recipes.Recipe, result: Result) -> bool:
     return bool(recipe.samples and images and images < recipe.samples)
 
 
+def is_short(recipe: recipes.Recipe, result: Result) -> bool:
+    """Whether a run had fewer epochs, or images in them, than its row."""
+    return result.shortened or fewer_images(recipe, result)
+
+
 def changed(recipe: recipes.Recipe, ran: Mapping[str, Any]) -> dict[str, Any]:
     """Fields, or single arguments, with which a run differs from its row; whole fields that lack an argument there.
 
@@ -158,10 +163,6 @@ def changed(recipe: recipes.Recipe, ran: Mapping[str, Any]) -> dict[str, Any]:
         elif old != new:
             found[name] = new
     return found
-
-
-def _changes(recipe: recipes.Recipe, result: Result) -> list[str]:
-    return [f"{path} = {word(value)}" for path, value in changed(recipe, result.recipe).items()]
 
 
 def _cells(recipe: recipes.Recipe, runs: list[Result]) -> tuple[str, str, str, str, str]:
@@ -192,13 +193,13 @@ def took(runs: Sequence[Result]) -> str:
         return ""
     seconds, together = sorted(run.seconds or 0.0 for run in timed), max(run.together for run in timed)
     spread = seconds[-1] > UNEVEN * seconds[0]
-    time = f"{_time(seconds[0])} to {_time(seconds[-1])}" if spread else _time(statistics.mean(seconds))
+    time = f"{duration(seconds[0])} to {duration(seconds[-1])}" if spread else duration(statistics.mean(seconds))
     devices = ", ".join(sorted({run.device for run in timed if run.device}))
     how = " for all members" if timed[0].members else f" each, {together} at once" * (together > 1)
     return time + how + (f" on {devices}" if devices else "")
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
