@@ -217,6 +217,6 @@ def test_a_folder_from_before_a_field_can_be_resumed(tmp_path):
     saved = tmp_path / "checkpoints"
     folder.checkpoint.save(saved, 1, {"w": torch.zeros(1)}, {})
     (tmp_path / "recipe.json").write_text(folder.json.dumps({"seed": 0, "recipe": old}))
-    folder.open_folder(tmp_path, SMALL, 0, resume=True)
+    folder.check_folder(tmp_path, SMALL, 0, resume=True)
     with pytest.raises(ValueError, match=r"ema is 0.0 there and 0.9 here"):
-        folder.open_folder(tmp_path, replace(SMALL, ema=0.9), 0, resume=True)
+        folder.check_folder(tmp_path, replace(SMALL, ema=0.9), 0, resume=True)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from torchcaps.commands.words import Row, described
 from torchcaps.data import Batch, Stored
 from torchcaps.losses import binary_cross_entropy, cross_entropy, margin_loss
 from torchcaps.recipes import Recipe, from_dict
-from torchcaps.train import checkpoint, train, train_together
+from torchcaps.train import together, train, train_together
 from torchcaps.train.prepare import check
 from torchcaps.train.step import Step, loss_terms
 from torchcaps.train.teachers import Teacher, Teachers, check_teacher, open_teacher
@@ -291,35 +290,45 @@ def test_an_unfair_teacher_is_refused_where_it_is_asked_for(tmp_path):
     assert not (tmp_path / "students").exists()
 
 
-@pytest.mark.parametrize("before", [{}, {"notes.txt": "mine"}, {"recipe.json": "mine", ".lock": ""}])
+@pytest.mark.parametrize("before", [{}, {"notes.txt": "mine"}, {"recipe.json": "mine"}])
 def test_a_folder_is_left_as_it_was_where_a_run_cannot_begin(tmp_path, before):
+    """But for the lock, which others may wait for."""
     student = replace(PLAIN, teachers=("nobody",), distillation=0.5)
     for name, text in before.items():
         (tmp_path / name).write_text(text)
-    for begin in (lambda: train(student, out=tmp_path, **OPTIONS), lambda: train_together(student, [0], out=tmp_path)):
-        with pytest.raises(ValueError, match="nobody cannot be opened"):
-            begin()
-        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
-
-
-def test_a_run_that_another_has_locked_out_takes_nothing_of_it_back(tmp_path, monkeypatch):
-    """The other one makes the folder between the look at it and the lock."""
-    own = checkpoint.locked
-
-    @contextmanager
-    def taken(folder):
-        with own(folder):
-            (folder / "recipe.json").write_text("theirs")
-            raise ValueError("another process is training there")
-        yield
-
     for begin in (train, partial(train_together, seeds=[0])):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "locked", taken)
-            with pytest.raises(ValueError, match="another process"):
-                begin(PLAIN, out=tmp_path / "run", **OPTIONS)
-    assert (tmp_path / "run" / "recipe.json").read_text() == "theirs"
-    assert (tmp_path / "run" / "together" / "recipe.json").read_text() == "theirs"
+        with pytest.raises(ValueError, match="nobody cannot be opened"):
+            begin(student, out=tmp_path, **OPTIONS)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != ".lock"} == before
+        with pytest.raises(ValueError, match="nobody cannot be opened"):
+            begin(student, out=tmp_path / "new" / "run", **OPTIONS)
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_cannot_begin_takes_nothing_of_another(tmp_path, monkeypatch):
+    """The other one begins in the same folder while this one builds its network."""
+    student = replace(PLAIN, teachers=("nobody",), distillation=0.5)
+    own = together.create_network
+
+    def meanwhile(*args):
+        train(PLAIN, out=tmp_path / "run", **OPTIONS, limit=1)
+        return own(*args)
+
+    monkeypatch.setattr(together, "create_network", meanwhile)
+    with pytest.raises(ValueError, match="nobody cannot be opened"):
+        train_together(student, [0], out=tmp_path / "run", **OPTIONS)
+    assert {"checkpoints", "recipe.json"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert train(PLAIN, out=tmp_path / "run", **OPTIONS, resume=True).finished
+
+
+def test_seeds_that_cannot_follow_leave_those_before_them(tmp_path):
+    once = replace(PLAIN, epochs=1)
+    train_together(once, [0], out=tmp_path, **OPTIONS)
+    there = sorted(tmp_path.rglob("*.safetensors"))
+    with pytest.raises(ValueError, match="nobody cannot be opened"):
+        train_together(replace(once, teachers=("nobody",), distillation=0.5), [1], out=tmp_path, **OPTIONS)
+    assert sorted(tmp_path.rglob("*.safetensors")) == there
+    assert train_together(once, [0], out=tmp_path, **OPTIONS, resume=True)[0].finished
 
 
 def test_weights_that_do_not_say_how_they_were_trained(tmp_path):

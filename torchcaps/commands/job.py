@@ -23,7 +23,7 @@ from torchcaps.recipes import differing
 from torchcaps.results import Result, read
 from torchcaps.runs import open_run, read_json, read_recipe, write_json
 from torchcaps.train import checkpoint, train
-from torchcaps.train.folder import Run, open_folder
+from torchcaps.train.folder import Run, check_folder
 from torchcaps.train.optim import create_optimizer, learning_rate
 from torchcaps.train.prepare import check, create_fabric, load_data, training_batches
 from torchcaps.train.teachers import Teachers
@@ -129,7 +129,7 @@ class Job:
         if done and not self.holds(folder, seed):
             raise ValueError(f"{folder} holds a finished run of another recipe or seed; choose another folder by --out")
         if checkpoint.steps(folder / "checkpoints") and not (done and self.several):
-            open_folder(folder, self.row.recipe, seed, self.options["resume"])
+            check_folder(folder, self.row.recipe, seed, self.options["resume"])
         return done
 
     def holds(self, folder: Path, seed: int) -> bool:

@@ -25,7 +25,7 @@ def quick(*, out: str = "runs", device: str = "auto") -> int:
     """
     from torchcaps.data.errors import DataError, NotWritten
     from torchcaps.finish import finish
-    from torchcaps.train.folder import open_folder
+    from torchcaps.train.folder import check_folder
     from torchcaps.train.prepare import load_data
 
     row, data = choose(FIRST, {}), None
@@ -40,7 +40,7 @@ def quick(*, out: str = "runs", device: str = "auto") -> int:
             row = choose(INSTEAD, {})
             folder = _folder(row, out)
     if (folder / "final.json").exists():
-        open_folder(folder, row.recipe, 0, resume=True)
+        check_folder(folder, row.recipe, 0, resume=True)
     elif code := _train(row, folder, data, device):
         return code
     results = Path(out) / "quick.jsonl"

@@ -189,7 +189,11 @@ def unpack(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time; the system takes the lock back when a process ends, however it does."""
+    """Only one process at a time; the system takes the lock back when a process ends, however it does.
+
+    Folders that are made for it go again where nothing has come into them.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
@@ -199,6 +203,11 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        with suppress(OSError):
+            if made and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                for path in made:
+                    path.rmdir()
         lock.release()
 
 

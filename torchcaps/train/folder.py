@@ -147,44 +147,29 @@ def load_saved(path: Path) -> Saved:
     return Saved(model.eval(), recipe, seed, epoch, image, class_names)
 
 
-def open_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
+def check_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
     """Refuses a folder that holds another run, or this one where it is not to be resumed."""
-    mine = {"seed": seed, **recipe.to_dict()}
-    content = {"seed": seed, "recipe": recipe.to_dict()}
-    path = out / "recipe.json"
-    if checkpoint.steps(out / "checkpoints"):
-        if not resume:
-            raise ValueError(f"{out} holds a run already; resume it or choose another folder")
-        try:
-            content = json.loads(path.read_text())
-            theirs = {"seed": content["seed"], **DEFAULTS, **content["recipe"]}
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"{path} cannot be read, so it is not known whose checkpoints these are: {error}"
-            ) from None
-        if (name := differing(mine, theirs)) is not None:
-            raise ValueError(
-                f"{out} holds a run of another recipe: {name} is {theirs.get(name)!r} there and {mine[name]!r} here"
-            )
+    if not checkpoint.steps(out / "checkpoints"):
         return
-    checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
+    if not resume:
+        raise ValueError(f"{out} holds a run already; resume it or choose another folder")
+    path, mine = out / "recipe.json", {"seed": seed, **recipe.to_dict()}
+    try:
+        content = json.loads(path.read_text())
+        theirs = {"seed": content["seed"], **DEFAULTS, **content["recipe"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read, so it is not known whose checkpoints these are: {error}") from None
+    if (name := differing(mine, theirs)) is not None:
+        raise ValueError(
+            f"{out} holds a run of another recipe: {name} is {theirs.get(name)!r} there and {mine[name]!r} here"
+        )
 
 
-def taking_back(folder: Path) -> Callable[[], None]:
-    """What takes away recipe.json, the lock and the folder, where a run could not begin and they are not there now."""
-    new = not folder.is_dir()
-    there = {name: (folder / name).read_bytes() for name in ("recipe.json", ".lock") if (folder / name).exists()}
-
-    def take_back() -> None:
-        for name in ("recipe.json", ".lock"):
-            if name not in there:
-                (folder / name).unlink(missing_ok=True)
-            elif (folder / name).read_bytes() != there[name]:
-                checkpoint.write(folder / name, there[name])
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
-
-    return take_back
+def write_recipe(out: Path, recipe: Recipe, seed: int) -> None:
+    """recipe.json, where it is not known yet whose checkpoints there will be."""
+    if not checkpoint.steps(out / "checkpoints"):
+        content = {"seed": seed, "recipe": recipe.to_dict()}
+        checkpoint.write(out / "recipe.json", json.dumps(content, indent=2).encode() + b"\n")
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from torchcaps.evaluate import Predictions, headline_error, predict
 from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import Folder, Run, open_folder, taking_back
+from torchcaps.train.folder import Folder, Run, check_folder, write_recipe
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import (
     RunError,
@@ -95,10 +95,8 @@ def train(
     shown: Log = Silent() if log is None or not lead else for_terminal() if isinstance(log, str) else log
     ranks = Ranks(fabric, out)
     with ExitStack() as stack:
-        beginning, take_back = stack.enter_context(ExitStack()), taking_back(out)
         on_first_rank(fabric, lambda: stack.enter_context(checkpoint.locked(out)))
-        on_first_rank(fabric, lambda: beginning.callback(take_back))
-        on_first_rank(fabric, lambda: open_folder(out, recipe, seed, resume))
+        on_first_rank(fabric, lambda: check_folder(out, recipe, seed, resume))
         stack.enter_context(numerics(recipe.precision, deterministic))
         if capture:
             stack.enter_context(own_stream(fabric.device))
@@ -112,8 +110,8 @@ def train(
             session.restore(found)
         if lead and (tensorboard or (tensorboard is None and log is not None)):
             session.shown = Board.around(shown, out / "tensorboard", session.purge_step(), needed=bool(tensorboard))
-        beginning.pop_all()
         stack.callback(session.shown.close)
+        on_first_rank(fabric, lambda: write_recipe(out, recipe, seed))
         session.stop = stack.enter_context(signals())
         with ranks.watched(lambda: f" at step {session.now.step}{folder.intact()}"):
             return session.finish(loop(session, limit, save_every))

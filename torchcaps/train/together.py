@@ -26,7 +26,7 @@ from torchcaps.functional import widen
 from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import DEFAULTS, Recipe, differing
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import Run, open_folder, taking_back
+from torchcaps.train.folder import Run, check_folder, write_recipe
 from torchcaps.train.loop import CHECK_EVERY, Interrupted
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import check, create_fabric, create_network, load_data, may_capture, numerics, signals
@@ -76,18 +76,12 @@ def train_together(
     fabric.launch()
     shown: Log = Silent() if log is None else for_terminal() if isinstance(log, str) else log
     with ExitStack() as context:
-        beginning = context.enter_context(ExitStack())
-        undo = [taking_back(out), taking_back(out / "together")]
         context.enter_context(checkpoint.locked(out / "together"))
-        for take_back in undo:
-            beginning.callback(take_back)
-        asked, seeds = seeds, open_together(out, recipe, seeds, resume)
+        new, asked = starts_anew(out, seeds), seeds
+        seeds = check_together(out, recipe, seeds, new, resume)
         for seed in seeds:
-            folder = out / f"seed-{seed}"
-            take_back = taking_back(folder)
-            context.enter_context(checkpoint.locked(folder))
-            beginning.callback(take_back)
-            open_folder(folder, recipe, seed, resume)
+            context.enter_context(checkpoint.locked(out / f"seed-{seed}"))
+            check_folder(out / f"seed-{seed}", recipe, seed, resume)
         context.enter_context(numerics(recipe.precision, deterministic))
         if capture:
             context.enter_context(own_stream(fabric.device))
@@ -98,8 +92,9 @@ def train_together(
             torch.manual_seed(seed)
             networks.append(create_network(recipe, data, fabric, channels_last).to(fabric.device))
         session = Together(recipe, seeds, out, fabric, Stack(networks), data, shown, capture)
-        beginning.pop_all()
         del networks
+        if new:
+            write_recipes(out, recipe, seeds)
         if resume and (found := checkpoint.latest(session.common.checkpoints, notice=shown.say)) is not None:
             session.restore(found)
         session.stop = context.enter_context(signals())
@@ -234,22 +229,28 @@ class Together(Seeds):
             return None
 
 
-def open_together(out: Path, recipe: Recipe, seeds: list[int], resume: bool) -> list[int]:
-    """The seeds that are trained in this folder. Refuses one with other seeds, with another recipe, or with runs.
-
-    Once those that were trained there have all finished, others can follow them.
-    """
+def starts_anew(out: Path, seeds: list[int]) -> bool:
+    """Whether nothing has been trained together there, or others only, all of whom have finished."""
     path = out / "together" / "recipe.json"
-    if not checkpoint.steps(path.parent / "checkpoints") or _follow(out, path, seeds):
+    if not checkpoint.steps(path.parent / "checkpoints"):
+        return True
+    try:
+        before = json.loads(path.read_text())["seeds"]
+        return not set(seeds) & set(before) and all((out / f"seed-{s}" / "final.json").exists() for s in before)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def check_together(out: Path, recipe: Recipe, seeds: list[int], new: bool, resume: bool) -> list[int]:
+    """The seeds that are trained in this folder. Refuses one with other seeds, with another recipe, or with runs."""
+    if new:
         for seed in seeds:
             if checkpoint.steps(out / f"seed-{seed}" / "checkpoints"):
                 raise ValueError(f"{out / f'seed-{seed}'} holds a run of its own; resume it without --together")
-        shutil.rmtree(path.parent / "checkpoints", ignore_errors=True)
-        content = {"seeds": seeds, "recipe": recipe.to_dict()}
-        checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
         return seeds
     if not resume:
         raise ValueError(f"{out} holds runs already; resume them or choose another folder")
+    path = out / "together" / "recipe.json"
     try:
         content = json.loads(path.read_text())
         theirs, fields = list(content["seeds"]), {**DEFAULTS, **content["recipe"]}
@@ -265,10 +266,10 @@ def open_together(out: Path, recipe: Recipe, seeds: list[int], resume: bool) -> 
     return theirs
 
 
-def _follow(out: Path, path: Path, seeds: list[int]) -> bool:
-    """Whether none of these seeds is among those trained before, all of which have finished."""
-    try:
-        before = json.loads(path.read_text())["seeds"]
-        return not set(seeds) & set(before) and all((out / f"seed-{s}" / "final.json").exists() for s in before)
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+def write_recipes(out: Path, recipe: Recipe, seeds: list[int]) -> None:
+    """recipe.json of all and of each, in place of those that were trained there before."""
+    shutil.rmtree(out / "together" / "checkpoints", ignore_errors=True)
+    content = {"seeds": seeds, "recipe": recipe.to_dict()}
+    checkpoint.write(out / "together" / "recipe.json", json.dumps(content, indent=2).encode() + b"\n")
+    for seed in seeds:
+        write_recipe(out / f"seed-{seed}", recipe, seed)
