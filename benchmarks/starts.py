@@ -9,28 +9,29 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from torchcaps import length, recipes
-from torchcaps.data import Batches
 from torchcaps.models import create_model
 from torchcaps.recipes import Recipe
-from torchcaps.train.prepare import load_data
+from torchcaps.train.prepare import load_data, training_batches
 
 HEAD = f"{'row':45}{'length':>9}{'score':>9}{'spread':>9}"
 
 
-def start(recipe: Recipe, images: int, seed: int = 0) -> tuple[float, float, float]:
+def start(recipe: Recipe, images: int, seed: int = 0) -> tuple[float, float, float] | None:
     """Mean length of class capsules, mean score, and how far the scores of a class spread over the images."""
     data = load_data(recipe)
     torch.manual_seed(seed)
     model = create_model(recipe.model, **{"image": data.image, "classes": data.classes, **recipe.model_args}).train()
-    batch = next(iter(Batches(data.train, batch_size=images, seed=seed).epoch(0)))
+    shared = {"device": torch.device("cpu"), "rank": 0, "world": 1}
+    batch = next(iter(training_batches(replace(recipe, batch_size=images), data, seed, shared).epoch(0)))
     with torch.no_grad():
         output = model(batch.images)
     if output.capsules is None:
-        raise ValueError(f"{recipe.model} has no class capsules")
+        return None
     return length(output.capsules.poses).mean().item(), output.scores.mean().item(), output.scores.std(0).mean().item()
 
 
@@ -48,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = {name: recipes.find(name) for row in args.rows for name in named(row)}
         print(HEAD)
         for name, recipe in found.items():
-            mean, score, spread = start(recipe, args.images)
-            print(f"{name:45}{mean:9.4f}{score:9.4f}{spread:9.5f}", flush=True)
+            answers = start(recipe, args.images)
+            told = "   no class capsules" if answers is None else "{:9.4f}{:9.4f}{:9.5f}".format(*answers)
+            print(f"{name:45}{told}", flush=True)
     except ValueError as problem:
         print(f"starts: {problem}", file=sys.stderr)
         return 2

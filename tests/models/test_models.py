@@ -256,9 +256,9 @@ def test_statistics_at_the_start(name, options):
     [
         ("dynamic_diverse_multimnist", {}),
         *(
-            (name, {"routing": routing})
+            (name, {"routing": routing, "iterations": iterations})
             for name in list_models("inverted_*")
-            for routing in ("dynamic", "em", "self_attention")
+            for routing, iterations in (("dynamic", 2), ("em", 1), ("em", 2), ("em", 3), ("self_attention", 2))
         ),
     ],
 )

@@ -116,7 +116,8 @@ def inverted_capsnet(
     def start_of(children: int, parents: int, below: float) -> Init:
         """Tsai's for inverted attention; it counts on layer norm, without which poses shrink from layer to layer.
 
-        With EM a child is the mean of the votes it has won, and smaller than they are by the root of their number.
+        With EM a child is the mean of the votes it has won, and smaller than they are by the root of their number; of
+        all votes where there is but one iteration.
         """
         if own:
             return partial(nn.init.normal_, std=math.sqrt(parents / (size * children)))
@@ -124,18 +125,21 @@ def inverted_capsnet(
             return partial(nn.init.normal_, std=math.sqrt(below / size))
         return partial(mixture_normal_, in_caps=children, size=1.0)
 
+    def won(children: int, parents: int) -> float:
+        return children if iterations == 1 else children / parents
+
     below = 1.0
     layers: list[nn.Module] = []
     for kernel_size, stride in convs:
         children = types * kernel_size**2
-        init, below = start_of(children, types, below), children / types
+        init, below = start_of(children, types, below), won(children, types)
         layer = ConvCaps(types, dim, types, dim, kernel_size, stride, chosen, pose=pose, windows=windows, init=init)
         tall, wide = layer.out_space(tall, wide)
         layers.append(layer)
     in_caps = types * tall * wide
     for out_caps in (*hidden, classes):
         check_count("hidden", out_caps)
-        init, below = start_of(in_caps, out_caps, below), in_caps / out_caps
+        init, below = start_of(in_caps, out_caps, below), won(in_caps, out_caps)
         layers.append(LinearCaps(in_caps, dim, out_caps, dim, chosen, pose=pose, init=init))
         in_caps = out_caps
     return CapsNet(
