@@ -95,6 +95,22 @@ def test_what_was_shortened_can_be_trained_in_full():
     assert in_full([replace(runs[0], together=4), replace(runs[1], together=4)]).splitlines()[0].endswith("--together")
     assert in_full([*timed, result()]) == ""
     assert in_full([replace(run, defect="weights too small") for run in timed]) == ""
+    mixed = [replace(timed[0], device="cpu"), *timed[1:]]
+    assert in_full(mixed).endswith("in full about 2.0 min a run on GPU")
+
+
+def test_a_shortened_ensemble_is_of_members_that_are_trained_in_full():
+    changes = {"row": "mnist-ensemble", "table": "ours", "recipe": recipes.find("ours:mnist-ensemble").to_dict()}
+    run = replace(result(), **changes, epochs=20, planned=80, members=("mnist/seed-0", "mnist/seed-1"), seconds=60.0)
+    command, said = in_full([replace(run, device="GPU")]).splitlines()
+    assert command == "# torchcaps evaluate --ensemble RUN... --row ours:mnist-ensemble"
+    assert said.endswith("mnist-ensemble; was 25 % of it, in full about 4.0 min for all members on GPU")
+
+
+def test_other_rows_that_were_shortened_are_listed_too():
+    recipe = recipes.find("li2018_table3:3-v2")
+    run = Result(table="li2018_table3", row="3-v2", recipe=recipe.to_dict(), epochs=150, planned=600, seed=0, test={})
+    assert in_full([run]).splitlines()[0] == "torchcaps train li2018_table3:3-v2"
 
 
 def test_fewer_images_are_a_smaller_share():
@@ -118,6 +134,8 @@ def test_the_command_lists_what_was_shortened(capsys, monkeypatch):
         words[:6] for words in plan
     ]
     assert all(words[0] == "train" and recipes.find(words[1]) for words in plan)
+    assert main(["table", "--shortened", "--missing"]) == 2
+    assert "--missing and --shortened print different things; ask for one of them" in capsys.readouterr().err
     assert main(["table", "mazzia2021_table2", "--shortened"]) == 2
     assert "--shortened is for all tables; leave NAME out" in capsys.readouterr().err
 

@@ -129,6 +129,19 @@ def test_times_that_differ_much_are_a_span():
     assert rows(render_page(runs), "7")[0][7] == "90 s on NVIDIA H200"
 
 
+def test_curves_are_compared_at_equal_epochs():
+    names = [f"tsai2020_figure4:dynamic-{n}" for n in (1, 2, 3)]
+    runs = [result(name, 0.4, epochs=4) for name in names] + [result(names[1], 0.3, epochs=30)]
+    first, second, third, fourth = rows(render_page(runs), "10")[20:24]
+    assert [row[6] for row in (first, second, third, fourth)] == [*["4 of 350, shortened"] * 3, ""]
+    assert "also run: 70.00 (epochs 30 of 350" in render_page(runs)
+    runs += [result(name, 0.2, epochs=10) for name in names]
+    assert [row[6] for row in rows(render_page(runs), "10")[20:23]] == ["10 of 350, shortened"] * 3
+    assert rows(render_page([*runs, result(names[1], 0.1, epochs=350, defect="a bug")]), "10")[21][6].startswith("10 ")
+    apart = [result(names[0], 0.4, epochs=4), result(names[1], 0.4, epochs=30)]
+    assert [row[6].split()[0] for row in rows(render_page(apart), "10")[20:22]] == ["4", "30"]
+
+
 def test_seeds_without_a_line_are_told():
     runs = [result("mazzia2021_table2:efficient", 0.003, seed, together=4) for seed in range(3)]
     assert "4 were trained at once, of which 3 have a line\n" in render_page(runs)

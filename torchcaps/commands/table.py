@@ -49,6 +49,9 @@ def print_table(
             the time that they would take.
         check: with --readme or --page, change nothing, but fail if the file is not as the results have it.
     """
+    asked = [name for name, on in (("commands", commands), ("missing", missing), ("shortened", shortened)) if on]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]} print different things; ask for one of them")
     if readme:
         _render_into(Path(readme), results, check, update_readme)
     if page:

@@ -34,11 +34,8 @@ def missing(results: Iterable[Result]) -> str:
     """A command for each row of the page that has not been run, and under it which one it is."""
     lines = []
     for group, entry in not_run(results):
-        ensemble = recipes.find(entry.row).metric.startswith("ensemble_")
-        command = f"# torchcaps evaluate --ensemble RUN... --row {entry.row}"
-        if not ensemble:
-            command = shlex.join(["torchcaps", "train", entry.row, *_switches(entry.changes)])
-        lines += [command, f"    # {group.title}: {entry.label}"]
+        command = shlex.join(["torchcaps", "train", entry.row, *_switches(entry.changes)])
+        lines += [_of_members(entry.row) or command, f"    # {group.title}: {entry.label}"]
     return "\n".join(lines)
 
 
@@ -52,12 +49,26 @@ def in_full(results: Iterable[Result]) -> str:
         row, first = recipes.find(entry.row), runs[0]
         changes = {path: value for path, value in changed(row, first.recipe).items() if path not in (*MOVED, "samples")}
         command = ["torchcaps", "train", entry.row, *_switches(changes)]
-        lines += [shlex.join([*command, *_seeds(span, first.together > 1)]) for span in spans(run.seed for run in runs)]
-        shares = {run.seed: _share(row, run) for run in runs}
-        whole = [run.seconds / shares[run.seed] for run in runs if run.seconds is not None]
-        time = f", in full about {duration(min(whole))} a run on {first.device}" if whole else ""
-        lines.append(f"    # {group.title}: {entry.label}; was {100 * min(shares.values()):.2g} % of it{time}")
+        trainings = [
+            shlex.join([*command, *_seeds(span, first.together > 1)]) for span in spans(run.seed for run in runs)
+        ]
+        remark = _of_members(entry.row)
+        lines += [remark] if remark else trainings
+        whole = [(run.seconds / _share(row, run), run.device) for run in runs if run.seconds is not None]
+        time = ""
+        if whole:
+            seconds, device = min(whole)
+            each = "for all members" if remark else "a run"
+            time = f", in full about {duration(seconds)} {each} on {device}"
+        share = 100 * min(_share(row, run) for run in runs)
+        lines.append(f"    # {group.title}: {entry.label}; was {share:.2g} % of it{time}")
     return "\n".join(lines)
+
+
+def _of_members(row: str) -> str:
+    """An ensemble is not trained: its members are, by rows of their own."""
+    ensemble = recipes.find(row).metric.startswith("ensemble_")
+    return f"# torchcaps evaluate --ensemble RUN... --row {row}" * ensemble
 
 
 def _share(row: recipes.Recipe, run: Result) -> float:

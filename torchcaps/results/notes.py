@@ -91,6 +91,8 @@ def assumed(recipe: Recipe) -> str:
     """What the paper leaves open: fields with the values taken, and the protocol's own words."""
     values, words = {**recipe.to_dict(), "validation": held_out(recipe)}, []
     for path in recipe.assumed:
+        if path == "seeds":
+            continue  # their number stands beside the figure
         name, _, key = path.partition(".")
         value = values.get(name, ...)
         if key:

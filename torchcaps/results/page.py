@@ -80,7 +80,8 @@ def not_whole(results: Iterable[Result]) -> list[tuple[Group, Entry, list[Result
 
 def _sound(results: Iterable[Result]) -> Iterator[tuple[Group, Entry, list[Result]]]:
     """Every row of the page with its runs but those with a defect."""
-    sections = (*GROUPS, ours())
+    results = list(results)
+    sections = (*GROUPS, ours(), others(results))
     claimed = claimed_by(results, [entry for group in sections for entry in group.entries])
     for group in sections:
         for entry in group.entries:
@@ -132,14 +133,21 @@ def _table(group: Group, claimed: Mapping[int, list[Result]]) -> str:
     notes: list[str] = []
     sides = ["---:" if heading in RIGHT else "---" for heading in HEADINGS]
     lines = [f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
+    epochs = _common_epochs([claimed[id(entry)] for entry in group.entries]) if group.curves else None
     for entry in group.entries:
-        (cells, said), *rest = lines_of(entry, claimed[id(entry)])
+        (cells, said), *rest = lines_of(entry, claimed[id(entry)], epochs)
         told = [*said, *(_also(entry, other, [text for text in more if text not in said]) for other, more in rest)]
         numbers = "".join(f" ({_number(notes, text)})" for text in told)
         first = brief(entry.label, cells[0]) + numbers
         lines.append(f"| {' | '.join(escaped(cell) for cell in (first, *cells[1:]))} |")
     numbered = "\n".join(f"{number}. {escaped(text)}" for number, text in enumerate(notes, 1))
     return "\n".join(lines) + (f"\n\n{numbered}" if numbered else "")
+
+
+def _common_epochs(claimed: Iterable[list[Result]]) -> int | None:
+    """The most epochs that all rows with runs have been trained for."""
+    found = [{run.epochs for run in runs if not run.defect} for runs in claimed]
+    return max(set.intersection(*(epochs for epochs in found if epochs)), default=None) if any(found) else None
 
 
 def brief(name: str, label: str) -> str:
@@ -165,15 +173,19 @@ def _number(notes: list[str], text: str) -> int:
     return 1 + notes.index(text)
 
 
-def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...], list[str]]]:
-    """One for all runs with the same settings and epochs, each with what it has to note."""
+def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> list[tuple[tuple[str, ...], list[str]]]:
+    """One for all runs with the same settings and epochs, each with what it has to note.
+
+    Args:
+        epochs: of the runs that come first; those with most of them if not given.
+    """
     recipe = _recipe(entry)
     metrics = entry.metrics or (recipe.metric,)
     words = " and ".join(metric.removeprefix("ensemble_").replace("_", " ") for metric in metrics) + " %"
     printed = entry.printed or recipe.reported or "-"
     said = [text for text in (assumed(recipe), recipe.note) if text]
     lines: list[tuple[tuple[str, ...], list[str]]] = []
-    for how, found in alike(recipe, results):
+    for how, found in alike(recipe, results, epochs):
         runs, earlier = latest(found)
         older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"
         how = ", ".join(filter(None, (how, older)))
@@ -183,7 +195,7 @@ def lines_of(entry: Entry, results: list[Result]) -> list[tuple[tuple[str, ...],
     return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
 
 
-def alike(recipe: Recipe, results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
+def alike(recipe: Recipe, results: Iterable[Result], first: int | None = None) -> list[tuple[str, list[Result]]]:
     """Runs with the same settings and epochs, and what these settings are; first those that a page tells first."""
     groups: dict[tuple[str, int], list[Result]] = {}
     for result in results:
@@ -192,7 +204,7 @@ def alike(recipe: Recipe, results: Iterable[Result]) -> list[tuple[str, list[Res
 
     def order(group: tuple[tuple[str, int], list[Result]]) -> tuple[Any, ...]:
         (how, epochs), runs = group
-        return bool(runs[0].defect), how != "", -epochs, -len(runs), how
+        return bool(runs[0].defect), how != "", epochs != first, -epochs, -len(runs), how
 
     return [(how, runs) for (how, _), runs in sorted(groups.items(), key=order)]
 

@@ -23,12 +23,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
-    """A section of the page; of a `long` one the README has nothing."""
+    """A section of the page; of one with `curves`, whose rows are compared at equal epochs, the README has nothing."""
 
     key: str
     title: str
     entries: tuple[Entry, ...]
-    long: bool = False
+    curves: bool = False
 
 
 BOTH = ("exact_match_error", "per_digit_error")
@@ -145,7 +145,7 @@ GROUPS = (
             for word, row in ROUTINGS.items()
             for n in range(1, 6)
         ),
-        long=True,
+        curves=True,
     ),
     Group(
         "11",

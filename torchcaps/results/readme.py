@@ -19,7 +19,7 @@ def render_readme_section(results: Sequence[Result], groups: Iterable[Group] | N
     claimed = claimed_by(results, [entry for group in groups for entry in group.entries])
     lines = []
     for group in groups:
-        ran = [entry for entry in group.entries if claimed[id(entry)] and not group.long]
+        ran = [entry for entry in group.entries if claimed[id(entry)] and not group.curves]
         lines += [f"| **{escaped(group.title)}** | | | | | | |"] * bool(ran)
         for entry in ran:
             (label, metric, printed, found, n, protocol, epochs, took, _), _ = lines_of(entry, claimed[id(entry)])[0]

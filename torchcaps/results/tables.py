@@ -19,7 +19,7 @@ from torchcaps.shorten import moved
 
 SAME_IN_ENSEMBLES = ("model", "model_args", "data", "data_args", "protocol")
 TELLS_NOTHING = {"epochs", "seeds", "keep_epochs", "metric", "reported", "assumed", "note"}  # of how a run was trained
-UNEVEN = 1.5  # times the fastest run's time, from which on a mean of times would mislead
+UNEVEN = 1.1  # times the fastest run's time, from which on a mean of times would mislead
 LEGEND = "Ours: mean ± standard deviation over n seeds; the standard error is that of a share, for one run's test set."
 
 
@@ -126,7 +126,8 @@ def variation(recipe: recipes.Recipe, result: Result, epochs: bool = True) -> st
     changes += ["schedule shortened alike"] * bool(alike)
     if result.planned == recipe.epochs and (asked < recipe.epochs or fewer_images(recipe, result)):
         left = [path for path, right in there.items() if not right and not {path, path.partition(".")[0]} & own.keys()]
-        changes += [f"{path} not shortened" for path in left]
+        fields = ("its schedule" if path.startswith("schedule_args.") else path for path in left)
+        changes += [f"{name} not shortened" for name in dict.fromkeys(fields)]
     changes += [result.defect] * bool(result.defect)
     if epochs and result.epochs != recipe.epochs and not result.reached:
         changes.append(f"{result.epochs} of {recipe.epochs} epochs")
