@@ -160,7 +160,9 @@ def pick_device(device: str = "auto") -> torch.device:
 def check_run(folder: Path) -> None:
     """Refuses a folder in which nothing has been trained."""
     if not folder.is_dir():
-        raise ValueError(f"there is no run folder {folder}")
+        around = [place / folder.name for place in sorted(Path().iterdir())]
+        near = [path for path in around if (path / CONFIG).exists() or (path / "recipe.json").exists()]
+        raise ValueError(f"there is no run folder {folder}{f'; did you mean {near[0]}?' if near else ''}")
     if not (folder / "recipe.json").exists():
         inner = sorted(path.parent for path in folder.glob("*/recipe.json"))
         hint = f"did you mean {inner[0]}?" if inner else "torchcaps train makes them"

@@ -11,7 +11,7 @@ import torch
 import torchcaps.commands.looks as looks
 from torchcaps import recipes
 from torchcaps.cli import main
-from torchcaps.data import DataSet, load
+from torchcaps.data import DataSet, Stored, load
 from torchcaps.data.augment import Step
 from torchcaps.finish import load_predictions
 from torchcaps.results import read
@@ -125,6 +125,43 @@ def test_crops_are_summed_and_a_line_of_their_own(capsys, monkeypatch):
     assert "data_args.crops = 4" in capsys.readouterr().out
 
 
+def test_other_data_with_the_same_classes(capsys, monkeypatch):
+    digits = load("digits")
+
+    def dark(recipe):
+        assert recipe.data == "dark_digits"
+        test = Stored(digits.test.images // 2, digits.test.labels, digits.class_names)
+        return replace(digits, name="dark_digits", test=test)
+
+    monkeypatch.setattr(looks, "load_data", dark)
+    (found,) = asked(capsys, A, "--data", "dark_digits")
+    scores = open_run(A, device="cpu").model((digits.test.images // 2)[:, None].float() / 255).scores
+    assert found["figures"]["error"] == float((scores.argmax(dim=1) != digits.test.labels).double().mean())
+    assert (found["data"], found["test_reads"], found["stored"]) == ("dark_digits", 2, False)
+    assert (read(LEDGER)[-1].recipe["data"], read(LEDGER)[-1].test_reads) == ("dark_digits", 2)
+    assert f"{A} (epoch 2, data dark_digits): test error" in told(capsys, A, "--data", "dark_digits")
+    (plain,) = asked(capsys, A)
+    assert plain["data"] is None
+    two = Stored(digits.test.images, digits.test.labels % 2, ("one", "two"))
+    monkeypatch.setattr(looks, "load_data", lambda recipe: replace(digits, train=two, test=two))
+    assert main(["evaluate", B, "--data", "two"]) == 2
+    assert capsys.readouterr().err == f"torchcaps: {B} tells other classes apart than those of two\n"
+
+
+def test_exported_weights_get_a_line_where_a_file_is_named(capsys, place, monkeypatch):
+    assert main(["export", A, "--out", "net", "--device", "cpu"]) == 0
+    own = read(LEDGER)[0]
+    monkeypatch.setattr(looks, "load_data", lambda recipe: replace(load("digits"), name=recipe.data))
+    assert "test error" in told(capsys, "net", "--data", "dark_digits", "--results", "looks.jsonl")
+    (line,) = read("looks.jsonl")
+    assert (line.table, line.row, line.seed, line.epochs) == (own.table, own.row, own.seed, own.epochs)
+    assert (line.recipe["data"], line.test_reads, line.test["error"]) == ("dark_digits", 2, own.test["error"])
+    for words in ([], ["--data", "dark_digits", "--images", "5"], ["--data", "dark_digits", "--split", "validation"]):
+        assert main(["evaluate", "net", *words, "--results", "looks.jsonl"]) == 2
+        assert "net is no run, so there is no line to add to looks.jsonl" in capsys.readouterr().err
+    assert len(read("looks.jsonl")) == 1
+
+
 def test_one_view_is_looked_up_where_the_run_has_told_it(capsys, monkeypatch):
     monkeypatch.setattr(looks, "look", None)
     path = Path(A, "test.json")
@@ -217,7 +254,10 @@ def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
     ("words", "sentence"),
     [
         ("", "name at least one run folder, such as runs/quick-digits/seed-0"),
-        ("nowhere", "there is no run folder nowhere"),
+        ("nowhere", "there is no run folder nowhere\n"),
+        ("two", "there is no run folder two\n"),
+        ("seed-0 --data digitz", "there is no run folder seed-0\n"),
+        (f"{A} --data digitz", "there is no data set 'digitz'; did you mean digits?"),
         ("runs/two", "runs/two is no run folder, as it has no recipe.json; did you mean runs/two/seed-0?"),
         (f"{A} {A}", "a run is named twice"),
         (f"{A} --members 1", "--members goes with --ensemble, which names the runs to choose from"),

@@ -14,6 +14,7 @@ def evaluate_runs(
     runs: tuple[str, ...] = (),
     *,
     split: Literal["test", "validation"] = "test",
+    data: str = "",
     protocol: str = "",
     crops: int | None = None,
     epoch: int | None = None,
@@ -31,6 +32,7 @@ def evaluate_runs(
         runs: folders of runs, as torchcaps train made them; weights that torchcaps export wrote, or those in the
             package by their names, do as well.
         split: test, or validation, which may be looked at as often as you like.
+        data: another data set with the same classes, such as affnist_generated for a network that knows mnist.
         protocol: another paper's treatment of the images than the recipe's, such as sabour2017.
         crops: sum the lengths over so many crops of each image, where the protocol has them.
         epoch: the weights of this epoch, if --keep-epochs kept it.
@@ -39,7 +41,8 @@ def evaluate_runs(
         row: the row that gets the line of an ensemble, such as ours:mnist-ensemble, where its networks are of several.
         images: look at so many images of the test set only.
         device: auto, cpu, cuda, cuda:N or mps.
-        results: the file that gets a line for each new test; as torchcaps train takes it if not given.
+        results: the file that gets a line for each new test; as torchcaps train takes it if not given. Weights that
+            were exported get one only here, and for what is not their own test.
         json: print JSON instead of sentences.
     """
     from torchcaps.commands.looks import Ask, as_json, check, single, together, told
@@ -55,7 +58,7 @@ def evaluate_runs(
         raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
     if row and (ensemble is None or not recipes.find(row).metric.startswith("ensemble_")):
         raise ValueError(f"--row names the row of an ensemble, such as ours:mnist-ensemble, got {row}")
-    ask = Ask(split, protocol, crops, epoch, images, device, results)
+    ask = Ask(split, data, protocol, crops, epoch, images, device, results)
     for folder in folders:
         check(folder, ask)
     found = (

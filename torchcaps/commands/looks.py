@@ -16,8 +16,9 @@ from torchcaps.commands.words import choose, percent, results_file, times
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
 from torchcaps.finish import append_line, figures_of, finish, load_predictions, result_of
+from torchcaps.models.pretrained import find_pretrained
 from torchcaps.recipes import TOLD, Recipe, with_overrides
-from torchcaps.results import Result, read
+from torchcaps.results import Result, checksums, from_line, read
 from torchcaps.runs import (
     Opened,
     check_finished,
@@ -32,6 +33,19 @@ from torchcaps.runs import (
 from torchcaps.train import checkpoint
 from torchcaps.train.prepare import load_data
 
+OF_A_LOOK = (
+    "recipe",
+    "data",
+    "test",
+    "test_last",
+    "test_reads",
+    "validation",
+    "commit",
+    "dirty",
+    "environment",
+    "finished",
+)
+
 
 @dataclass
 class Found:
@@ -43,6 +57,7 @@ class Found:
     epoch: int | None
     test_reads: int | None  # None for validation
     stored: bool
+    data: str | None = None
     protocol: str | None = None
     crops: int | None = None
     members: tuple[str, ...] = ()
@@ -53,6 +68,7 @@ class Ask:
     """What is asked of a run, but for its folder."""
 
     split: str
+    data: str
     protocol: str
     crops: int | None
     epoch: int | None
@@ -63,16 +79,27 @@ class Ask:
     @property
     def plain(self) -> bool:
         """Whether this is what a run stores of itself."""
-        return not self.protocol and self.crops is None and self.epoch is None and self.images is None
+        asked = (self.crops, self.epoch, self.images)
+        return not self.data and not self.protocol and asked == (None, None, None)
 
     def key(self) -> dict[str, Any]:
-        return {"protocol": self.protocol or None, "crops": self.crops, "epoch": self.epoch, "images": self.images}
+        other = {"data": self.data} if self.data else {}
+        protocol = self.protocol or None
+        return {**other, "protocol": protocol, "crops": self.crops, "epoch": self.epoch, "images": self.images}
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        changes: dict[str, Any] = {"protocol": self.protocol} if self.protocol else {}
+        words = {"data": self.data, "protocol": self.protocol}
+        changes: dict[str, Any] = {name: word for name, word in words.items() if word}
         if self.crops is not None:
             changes["data_args.crops"] = self.crops
         return with_overrides(recipe, changes)
+
+    def load(self, opened: Opened) -> DataSet:
+        """What is asked for, if it has the classes of the network."""
+        data = load_data(self.recipe(opened.recipe))
+        if self.data and data.class_names != opened.class_names:
+            raise ValueError(f"{opened.folder} tells other classes apart than those of {self.data}")
+        return data
 
     def ledger(self, folder: Path) -> Path:
         return Path(self.results) if self.results else results_file(name_of(folder)[0], folder)
@@ -82,7 +109,11 @@ def check(folder: Path, ask: Ask) -> None:
     """Refuses what cannot be asked, before anything is read or written."""
     if is_exported(folder):
         if ask.results:
-            raise ValueError(f"{folder} is no run, so there is no line to add to {ask.results}; leave --results out")
+            if ask.plain or ask.split == "validation" or ask.images is not None:
+                raise ValueError(
+                    f"{folder} is no run, so there is no line to add to {ask.results}; leave --results out"
+                )
+            read(ask.results)
         return
     check_run(folder)
     if ask.epoch is None:
@@ -112,16 +143,24 @@ def single(folder: Path, ask: Ask) -> Found:
 
 
 def exported(folder: Path, ask: Ask) -> Found:
-    """Of weights that were handed on. They are looked at anew, and nothing is written: their own run has the count."""
+    """Of weights that were handed on. They are looked at anew, and nothing is written: their own run has the count.
+
+    What they are asked for beyond their own test can be a line, if a file is named for it.
+    """
     opened = open_run(folder, device=ask.device, epoch=ask.epoch)
-    recipe = ask.recipe(opened.recipe)
-    data = load_data(recipe)
+    recipe, data = ask.recipe(opened.recipe), ask.load(opened)
     if ask.split == "validation":
         found = figures(validation_predictions(opened, data, recipe, ask))
     else:
         found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
-    protocol = ask.protocol or None
-    return Found(str(folder), ask.split, found, opened.epoch, None, False, protocol, ask.crops)
+        if ask.results:
+            own = from_line(json.dumps(find_pretrained(folder).about["result"]))
+            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "data": checksums(data.splits()), "test": found}
+            of_training = {name: value for name, value in vars(own).items() if name not in OF_A_LOOK}
+            append_line(Path(ask.results), Result.now(**of_training, **changes, test_reads=own.test_reads + 1))
+    return Found(
+        str(folder), ask.split, found, opened.epoch, None, False, ask.data or None, ask.protocol or None, ask.crops
+    )
 
 
 def tested(folder: Path, ask: Ask) -> Result:
@@ -137,8 +176,7 @@ def on_validation(folder: Path, ask: Ask) -> Found:
     opened = open_run(folder, device=ask.device, epoch=ask.epoch)
     found: Any = stored["figures"] if stored else None
     if found is None:
-        recipe = ask.recipe(opened.recipe)
-        found = figures(validation_predictions(opened, load_data(recipe), recipe, ask))
+        found = figures(validation_predictions(opened, ask.load(opened), ask.recipe(opened.recipe), ask))
     return _found(folder, ask, found, opened.epoch, stored is not None)
 
 
@@ -155,8 +193,7 @@ def further(folder: Path, ask: Ask) -> Found:
         known = looked(folder, ask.key()) or _one_view(folder, ask)
         if known is not None:
             return _found(folder, ask, known, opened.epoch, True)
-        recipe = ask.recipe(opened.recipe)
-        data = load_data(recipe)
+        recipe, data = ask.recipe(opened.recipe), ask.load(opened)
         found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
         note_look(folder, ask.key(), found)
         if ask.images is None:
@@ -170,7 +207,7 @@ def further(folder: Path, ask: Ask) -> Found:
 
 def _one_view(folder: Path, ask: Ask) -> Figures | None:
     """Where several views count, a run has looked at each image alone as well, in the same reading."""
-    if ask != replace(ask, crops=1, protocol="", epoch=None, images=None):
+    if ask != replace(ask, crops=1, data="", protocol="", epoch=None, images=None):
         return None
     found: Figures = (read_json(folder / "test.json") or {"figures": {}})["figures"]
     return found.get("one_view")
@@ -195,7 +232,7 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
     named = choose(row, {}) if row else None
     if named is not None and named.recipe.data != first.recipe.data:
         raise ValueError(f"{row} is of {named.recipe.data}, and these networks are of {first.recipe.data}")
-    data = {name: load_data(ask.recipe(each.recipe)) for name, each in opened.items()}
+    data = {name: ask.load(each) for name, each in opened.items()}
     chosen = tuple(opened)
     if members is not None:
         seen = {n: validation_predictions(each, data[n], ask.recipe(each.recipe), ask) for n, each in opened.items()}
@@ -254,13 +291,15 @@ def reads_of(folder: Path) -> int:
 
 def _found(folder: Path, ask: Ask, found: Figures, epoch: int | None, stored: bool) -> Found:
     reads = None if ask.split == "validation" else reads_of(folder)
-    return Found(str(folder), ask.split, found, epoch, reads, stored, ask.protocol or None, ask.crops)
+    how = ask.data or None, ask.protocol or None, ask.crops
+    return Found(str(folder), ask.split, found, epoch, reads, stored, *how)
 
 
 def _ensemble(names: dict[str, Path], chosen: tuple[str, ...], ask: Ask, found: Figures, stored: bool) -> Found:
     """Its own reads are those for any ensemble that one of the members was in."""
     reads = max(sum("ensemble" in each["ask"] for each in looks(names[name])) for name in chosen)
-    return Found("ensemble", "test", found, None, reads, stored, ask.protocol or None, ask.crops, chosen)
+    how = ask.data or None, ask.protocol or None, ask.crops
+    return Found("ensemble", "test", found, None, reads, stored, *how, chosen)
 
 
 def _costs(folders: list[Path]) -> dict[str, Any]:
@@ -292,6 +331,7 @@ def told(found: Found) -> str:
         words.append(f"at least one {percent(numbers['at_least_one_error'])}")
     words.append(f"calibration error {percent(numbers['calibration_error'])}")
     how = [f"epoch {found.epoch}"] if found.epoch is not None else []
+    how += [f"data {found.data}"] if found.data else []
     how += [f"protocol {found.protocol}"] if found.protocol else []
     how += [f"{found.crops} crop{'s' * (found.crops != 1)}"] if found.crops is not None else []
     of = f" of {numbers['images']:,} images"
