@@ -95,7 +95,10 @@ def test_training_is_told_as_it_was():
         "| learning rate | 0.1, schedule cosine (warmup 5) |",
         "| precision | bf16 |",
         "| held out | 0.02 of the training images |",
-        "torchcaps train ours:cifar10 --seed 1  # trains it\ntorchcaps evaluate net  # tests this folder",
+        "torchcaps train ours:cifar10 --seed 1  # trains it, in a clone of the repository\n"
+        "torchcaps evaluate net  # tests this folder, from the one above it\n"
+        "torchcaps evaluate net --images 1000  # on a part, which takes less time",
+        'metrics: [{type: accuracy, name: "accuracy with 2 views of an image", value: 0.',
         "then `mirrored()`. So the image and its mirror image count, by the sum of their probabilities.",
         "pip install '.[data]'",
     ):

@@ -91,7 +91,7 @@ def test_the_card_says_what_is_so_and_its_code_runs(run, tmp_path, monkeypatch):
         "on cpu",
         "The results have no other seed of this recipe.",
         "torchcaps train quick:digits --epochs 3 --batch-size 16 --lr 0.01 --samples 320 --seed 4  # trains it",
-        "torchcaps evaluate digits-net  # tests this folder",
+        "torchcaps evaluate digits-net  # tests this folder, from the one above it",
         "V. Mazzia, F. Salvetti, M. Chiaberge",
         "Apache-2.0",
         "## Intended use and limits",
@@ -137,7 +137,7 @@ def test_weights_that_were_rounded_before_are_not_said_to_have_been_tried(run, t
     assert said == ["the weights are float16 numbers already"]
     assert all(value.dtype == torch.float16 for value in load_file(out / "model.safetensors").values() if value.dim())
     card = (out / "README.md").read_text()
-    assert "The run had them in float16 already; the figures may be from before they were rounded." in card
+    assert "They came here in float16, and the figures may be from before they were rounded to it." in card
     assert "changed no prediction" not in card
 
 

@@ -63,6 +63,7 @@ def _header(name: str, about: dict[str, Any], line: Result) -> str:
     """YAML, of which JSON is a part: values are written as JSON has them."""
     word = json.dumps
     metric = "exact_match" if several(line) else "accuracy"
+    named = f", name: {word(f'{metric} with {views(line)} views of an image')}" if views(line) > 1 else ""
     return "\n".join(
         [
             "---",
@@ -76,7 +77,7 @@ def _header(name: str, about: dict[str, Any], line: Result) -> str:
             "  results:",
             "  - task: {type: image-classification}",
             f"    dataset: {{name: {word(about['data'])}, type: {word(about['data'])}, split: test}}",
-            f"    metrics: [{{type: {metric}, value: {word(round(1 - line.test['error'], 6))}}}]",
+            f"    metrics: [{{type: {metric}{named}, value: {word(round(1 - line.test['error'], 6))}}}]",
             "---",
         ]
     )
@@ -105,8 +106,8 @@ def _use(name: str, about: dict[str, Any], line: Result, onnx: bool) -> str:
         "```python",
         "from torchcaps.predictor import Predictor",
         "",
-        f"predictor = Predictor.open({name!r}, threshold=0)  # this folder; 0: every image gets a class",
-        'answer = predictor("image.png")  # or a list of files, Pillow images or arrays',
+        f"predictor = Predictor.open({name!r}, threshold=0)  # this folder, from the one above it",
+        'answer = predictor("image.png")  # or a list of files, Pillow images or arrays; at 0 every image gets a class',
         answer,
         "```",
     ]

@@ -78,7 +78,7 @@ def numbers(line: Result, dtype: str, seeds: Sequence[Result] = ()) -> str:
         ),
         *([f"The figures are from before they were rounded to float16, {_tried_on(line)}."] * (dtype == "float16")),
         *(
-            ["The run had them in float16 already; the figures may be from before they were rounded."]
+            ["They came here in float16, and the figures may be from before they were rounded to it."]
             * (dtype == ROUNDED)
         ),
         f"Code: commit {line.commit[:12]}{' with changes' if line.dirty else ''}.",
@@ -162,9 +162,10 @@ def training(name: str, line: Result) -> str:
     shell = []
     if f"{line.table}:{line.row}" in recipes.names():
         command = ["torchcaps", *again.words(line), *(["--seed", str(line.seed)] if line.seed else [])]
-        shell.append(f"{shlex.join(command)}  # trains it")
+        shell.append(f"{shlex.join(command)}  # trains it, in a clone of the repository")
     if recipe.data != "folder":
-        shell.append(f"torchcaps evaluate {shlex.quote(name)}  # tests this folder")
+        shell.append(f"torchcaps evaluate {shlex.quote(name)}  # tests this folder, from the one above it")
+        shell.append(f"torchcaps evaluate {shlex.quote(name)} --images 1000  # on a part, which takes less time")
     commands = "\n\n```\n" + "\n".join(shell) + "\n```" if shell else ""
     return "\n".join(table) + commands
 
