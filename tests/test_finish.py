@@ -171,6 +171,7 @@ def test_reading_the_test_set_after_each_epoch_is_counted(folder):
     data = load("digits")
     opened = open_run(folder, device="cpu")
     assert ending.read_test(opened, replace(data, validation=data.test), {"threshold": None})["reads"] == 1 + 3
+    assert json.loads((opened.folder / "reading.json").read_text()) == {"begun": 1, "epochs": 3}
 
 
 def test_a_results_file_that_cannot_be_written(folder, monkeypatch):

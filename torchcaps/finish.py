@@ -108,10 +108,11 @@ def read_test(
     epochs = len(next(iter(read_curves(folder / "metrics.csv").values())))
     last = _last(opened) if opened.epoch != epochs else None  # before the test set is read, as it may not be there
     begun = (read_json(folder / "reading.json") or {"begun": 0})["begun"]
-    write_json(folder / "reading.json", {"begun": begun + 1})
+    each_epoch = epochs if data.validation is data.test else 0
+    write_json(folder / "reading.json", {"begun": begun + 1, "epochs": each_epoch})
     predictions = look(opened.model, data.test, data, recipe, images)
     found: dict[str, Any] = {
-        "reads": reads + begun + (epochs if data.validation is data.test else 0),
+        "reads": reads + begun + each_epoch,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "epoch": opened.epoch,
         "threshold": validated["threshold"],

@@ -160,8 +160,8 @@ def pick_device(device: str = "auto") -> torch.device:
 def check_run(folder: Path) -> None:
     """Refuses a folder in which nothing has been trained."""
     if not folder.is_dir():
-        around = [place / folder.name for place in sorted(Path().iterdir())]
-        near = [path for path in around if (path / CONFIG).exists() or (path / "recipe.json").exists()]
+        deeper = [] if folder.is_absolute() else [place / folder for place in sorted(Path().iterdir())]
+        near = [path for path in deeper if any(os.path.exists(path / name) for name in (CONFIG, "recipe.json"))]
         raise ValueError(f"there is no run folder {folder}{f'; did you mean {near[0]}?' if near else ''}")
     if not (folder / "recipe.json").exists():
         inner = sorted(path.parent for path in folder.glob("*/recipe.json"))

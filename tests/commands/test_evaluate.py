@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import torchcaps.commands.ask as ask
+import torchcaps.commands.ensembles as ensembles
 import torchcaps.commands.looks as looks
 from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.data import DataSet, Stored, load
 from torchcaps.data.augment import Step
 from torchcaps.finish import load_predictions
-from torchcaps.results import read
+from torchcaps.results import checksums, read
 from torchcaps.runs import open_run
 
 
@@ -96,6 +98,8 @@ def test_a_kept_epoch_is_a_further_look_and_counted(capsys):
 def test_fewer_images_are_no_result(capsys):
     (found,) = asked(capsys, A, "--images", "50")
     assert (found["figures"]["images"], found["test_reads"]) == (50, 2)
+    (both,) = asked(capsys, A, "--ensemble", B, "--images", "50")
+    assert (both["figures"]["images"], both["figures"]["sampled_from"]) == (50, 360)
     assert len(read(LEDGER)) == 2
 
 
@@ -112,7 +116,7 @@ def test_crops_are_summed_and_a_line_of_their_own(capsys, monkeypatch):
         data = load("digits", validation=0.1)
         return DataSet("digits", data.train, data.test, data.validation, test_transform=(corners(),))
 
-    monkeypatch.setattr(looks, "load_data", with_crops)
+    monkeypatch.setattr(ask, "load_data", with_crops)
     (found,) = asked(capsys, A, "--crops", "4")
     model, data = open_run(A, device="cpu").model, load("digits")
     whole = model(data.test.images[:, None].float() / 255).probabilities.double()
@@ -129,37 +133,93 @@ def test_other_data_with_the_same_classes(capsys, monkeypatch):
     digits = load("digits")
 
     def dark(recipe):
-        assert recipe.data == "dark_digits"
-        test = Stored(digits.test.images // 2, digits.test.labels, digits.class_names)
-        return replace(digits, name="dark_digits", test=test)
+        held = load("digits", validation=0.1).validation
+        share = {"dark_digits": 2, "black_digits": 255}[recipe.data]
+        test, held = (Stored(each.images // share, each.labels, digits.class_names) for each in (digits.test, held))
+        return replace(digits, name=recipe.data, test=test, validation=held)
 
-    monkeypatch.setattr(looks, "load_data", dark)
+    monkeypatch.setattr(ask, "load_data", dark)
     (found,) = asked(capsys, A, "--data", "dark_digits")
     scores = open_run(A, device="cpu").model((digits.test.images // 2)[:, None].float() / 255).scores
     assert found["figures"]["error"] == float((scores.argmax(dim=1) != digits.test.labels).double().mean())
-    assert (found["data"], found["test_reads"], found["stored"]) == ("dark_digits", 2, False)
-    assert (read(LEDGER)[-1].recipe["data"], read(LEDGER)[-1].test_reads) == ("dark_digits", 2)
-    assert f"{A} (epoch 2, data dark_digits): test error" in told(capsys, A, "--data", "dark_digits")
+    assert (found["data"], found["test_reads"], found["stored"]) == ("dark_digits", 1, False)
+    line = read(LEDGER)[-1]
+    assert (line.recipe["data"], line.test_reads, line.look) == ("dark_digits", 1, True)
+    assert line.data["test"] != read(LEDGER)[0].data["test"]
+    again = told(capsys, A, "--data", "dark_digits")
+    assert f"{A} (epoch 2, data dark_digits): test error" in again
+    assert "(as stored; the test set has been read once for this)" in again
+    assert len(read(LEDGER)) == 3
     (plain,) = asked(capsys, A)
-    assert plain["data"] is None
+    assert (plain["data"], plain["test_reads"]) == (None, 1)
+    (seen,) = asked(capsys, A, "--data", "dark_digits", "--split", "validation")
+    assert seen["figures"] != asked(capsys, A, "--split", "validation")[0]["figures"]
+    (both,) = asked(capsys, A, "--ensemble", B, "--data", "dark_digits")
+    dimmed = [open_run(run, device="cpu").model((digits.test.images // 2)[:, None].float() / 255) for run in (A, B)]
+    best = sum(each.probabilities.double() for each in dimmed).argmax(dim=1)
+    assert both["figures"]["error"] == pytest.approx(float((best != digits.test.labels).double().mean()), abs=1e-9)
+    assert (both["test_reads"], read(LEDGER)[-1].look) == (1, True)
+    (other,) = asked(capsys, A, "--data", "black_digits")
+    assert (other["stored"], other["figures"]["error"]) == (False, 0.9)
+
+
+def test_data_with_other_classes_or_sizes_are_refused(capsys, monkeypatch):
+    digits = load("digits")
     two = Stored(digits.test.images, digits.test.labels % 2, ("one", "two"))
-    monkeypatch.setattr(looks, "load_data", lambda recipe: replace(digits, train=two, test=two))
+    monkeypatch.setattr(ask, "load_data", lambda recipe: replace(digits, train=two, test=two))
     assert main(["evaluate", B, "--data", "two"]) == 2
     assert capsys.readouterr().err == f"torchcaps: {B} tells other classes apart than those of two\n"
+    large = Stored(torch.zeros(10, 9, 8, dtype=torch.uint8), torch.arange(10), digits.class_names)
+    monkeypatch.setattr(ask, "load_data", lambda recipe: replace(digits, train=large, test=large))
+    assert main(["evaluate", B, "--data", "large"]) == 2
+    sentence = f"torchcaps: {B} takes images of 1 x 8 x 8, and those of large have 1 x 9 x 8\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_what_is_the_runs_own_is_no_further_look(capsys, monkeypatch, place, checksum):
+    assert main(["export", A, "--out", "net", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    before = checksum(place)
+    monkeypatch.setattr(looks, "look", None)
+    for words in (["--data", "digits"], ["--crops", "1"]):
+        (found,) = asked(capsys, A, *words)
+        assert (found["stored"], found["test_reads"], found["data"], found["crops"]) == (True, 1, None, None)
+        assert main(["evaluate", "net", *words, "--results", "looks.jsonl"]) == 2
+        assert "net is no run, so there is no line to add to looks.jsonl" in capsys.readouterr().err
+    assert checksum(place) == before
+
+
+def test_another_protocol_is_not_asked_for_what_only_the_first_knows():
+    trained = recipes.find("ours:mnist")
+    asked_for = ask.Ask(protocol="sabour2017", crops=2).recipe(trained)
+    assert (asked_for.protocol, asked_for.data_args) == ("sabour2017", {"crops": 2})
+    assert ask.Ask(data="fashion_mnist").recipe(trained).data_args == trained.data_args
+
+
+def test_reading_after_each_epoch_counts(capsys):
+    path = Path(A, "reading.json")
+    path.write_text(json.dumps({"begun": 1, "epochs": 30}))
+    assert asked(capsys, A)[0]["test_reads"] == 31
 
 
 def test_exported_weights_get_a_line_where_a_file_is_named(capsys, place, monkeypatch):
     assert main(["export", A, "--out", "net", "--device", "cpu"]) == 0
     own = read(LEDGER)[0]
-    monkeypatch.setattr(looks, "load_data", lambda recipe: replace(load("digits"), name=recipe.data))
+    monkeypatch.setattr(ask, "load_data", lambda recipe: replace(load("digits"), name=recipe.data))
     assert "test error" in told(capsys, "net", "--data", "dark_digits", "--results", "looks.jsonl")
     (line,) = read("looks.jsonl")
     assert (line.table, line.row, line.seed, line.epochs) == (own.table, own.row, own.seed, own.epochs)
-    assert (line.recipe["data"], line.test_reads, line.test["error"]) == ("dark_digits", 2, own.test["error"])
-    for words in ([], ["--data", "dark_digits", "--images", "5"], ["--data", "dark_digits", "--split", "validation"]):
+    assert (line.recipe["data"], line.test_reads, line.test["error"]) == ("dark_digits", 1, own.test["error"])
+    assert (line.look, line.validation, line.data) == (True, None, checksums(load("digits").splits()))
+    assert line.finished > own.finished
+    told(capsys, "net", "--data", "dark_digits", "--results", "looks.jsonl")
+    data = ["--data", "dark_digits"]
+    no_line = "net is no run, so there is no line to add to looks.jsonl"
+    part = "a test of 5 images gets no line; leave --results or --images out"
+    for words, why in (([], no_line), ([*data, "--images", "5"], part), ([*data, "--split", "validation"], no_line)):
         assert main(["evaluate", "net", *words, "--results", "looks.jsonl"]) == 2
-        assert "net is no run, so there is no line to add to looks.jsonl" in capsys.readouterr().err
-    assert len(read("looks.jsonl")) == 1
+        assert why in capsys.readouterr().err
+    assert read("looks.jsonl") == [line]
 
 
 def test_one_view_is_looked_up_where_the_run_has_told_it(capsys, monkeypatch):
@@ -168,6 +228,9 @@ def test_one_view_is_looked_up_where_the_run_has_told_it(capsys, monkeypatch):
     test = json.loads(path.read_text())
     alone = {**test["figures"], "error": 0.5}
     path.write_text(json.dumps({**test, "figures": {**test["figures"], "one_view": alone}}))
+    about = json.loads(Path(A, "recipe.json").read_text())
+    about["recipe"]["data_args"] = {"crops": 2}
+    Path(A, "recipe.json").write_text(json.dumps(about))
     (found,) = asked(capsys, A, "--crops", "1")
     assert (found["figures"]["error"], found["stored"], found["test_reads"]) == (0.5, True, 1)
 
@@ -211,7 +274,7 @@ def test_an_ensemble_of_several_recipes_has_the_line_of_the_row_that_is_named(ca
         found = open_run(folder, **options)
         return replace(found, recipe=replace(found.recipe, lr=0.1)) if folder == Path(B) else found
 
-    monkeypatch.setattr(looks, "open_run", opened)
+    monkeypatch.setattr(ensembles, "open_run", opened)
     asked(capsys, A, "--ensemble", B)
     assert not read(LEDGER)[-1].members
     row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2)
@@ -229,7 +292,7 @@ def test_an_ensemble_is_shortened_where_a_member_is(second, epochs, planned, tmp
     for name, (ran, meant) in (("one", (2, 2)), ("two", second)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps({"epochs": ran, "planned": meant}))
-    assert looks._length([tmp_path / "one", tmp_path / "two"]) == {"epochs": epochs, "planned": planned}
+    assert ensembles._length([tmp_path / "one", tmp_path / "two"]) == {"epochs": epochs, "planned": planned}
 
 
 def test_an_ensemble_of_one_recipe_says_how_its_members_were_trained(capsys, monkeypatch):
@@ -257,6 +320,8 @@ def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
         ("nowhere", "there is no run folder nowhere\n"),
         ("two", "there is no run folder two\n"),
         ("seed-0 --data digitz", "there is no run folder seed-0\n"),
+        ("two/seed-0", "there is no run folder two/seed-0; did you mean runs/two/seed-0?\n"),
+        ("other/seed-0", "there is no run folder other/seed-0\n"),
         (f"{A} --data digitz", "there is no data set 'digitz'; did you mean digits?"),
         ("runs/two", "runs/two is no run folder, as it has no recipe.json; did you mean runs/two/seed-0?"),
         (f"{A} {A}", "a run is named twice"),

@@ -32,7 +32,7 @@ def evaluate_runs(
         runs: folders of runs, as torchcaps train made them; weights that torchcaps export wrote, or those in the
             package by their names, do as well.
         split: test, or validation, which may be looked at as often as you like.
-        data: another data set with the same classes, such as affnist_generated for a network that knows mnist.
+        data: another data set with the same classes and size, such as affnist_generated for a network on mnist40.
         protocol: another paper's treatment of the images than the recipe's, such as sabour2017.
         crops: sum the lengths over so many crops of each image, where the protocol has them.
         epoch: the weights of this epoch, if --keep-epochs kept it.
@@ -45,7 +45,9 @@ def evaluate_runs(
             were exported get one only here, and for what is not their own test.
         json: print JSON instead of sentences.
     """
-    from torchcaps.commands.looks import Ask, as_json, check, single, together, told
+    from torchcaps.commands.ask import Ask, as_json, told
+    from torchcaps.commands.ensembles import together
+    from torchcaps.commands.looks import check, single
 
     folders = [Path(each) for each in (*runs, *(ensemble or ()))]
     if not folders:
@@ -58,12 +60,21 @@ def evaluate_runs(
         raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
     if row and (ensemble is None or not recipes.find(row).metric.startswith("ensemble_")):
         raise ValueError(f"--row names the row of an ensemble, such as ours:mnist-ensemble, got {row}")
-    ask = Ask(split, data, protocol, crops, epoch, images, device, results)
-    for folder in folders:
-        check(folder, ask)
-    found = (
-        [together(folders, members, ask, row)] if ensemble is not None else [single(folder, ask) for folder in folders]
+    ask = Ask(
+        split=split,
+        data=data,
+        protocol=protocol,
+        crops=crops,
+        epoch=epoch,
+        images=images,
+        device=device,
+        results=results,
     )
+    asks = [check(folder, ask) for folder in folders]
+    if ensemble is None:
+        found = list(map(single, folders, asks))
+    else:
+        found = [together(folders, members, asks[0] if len(set(asks)) == 1 else ask, row)]
     if json:
         print(as_json(found))
     else:

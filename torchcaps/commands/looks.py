@@ -7,17 +7,19 @@ is counted, in the run's looks.json and in the line that the results get.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from torchcaps import evaluate
-from torchcaps.commands.words import choose, percent, results_file, times
+from torchcaps import recipes
+from torchcaps.commands.ask import Ask, Found, answer
+from torchcaps.commands.words import results_file
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
-from torchcaps.finish import append_line, figures_of, finish, load_predictions, result_of
+from torchcaps.finish import append_line, figures_of, finish, result_of
 from torchcaps.models.pretrained import find_pretrained
-from torchcaps.recipes import TOLD, Recipe, with_overrides
+from torchcaps.recipes import Recipe
 from torchcaps.results import Result, checksums, from_line, read
 from torchcaps.runs import (
     Opened,
@@ -31,7 +33,6 @@ from torchcaps.runs import (
     write_json,
 )
 from torchcaps.train import checkpoint
-from torchcaps.train.prepare import load_data
 
 OF_A_LOOK = (
     "recipe",
@@ -40,6 +41,7 @@ OF_A_LOOK = (
     "test_last",
     "test_reads",
     "validation",
+    "look",
     "commit",
     "dirty",
     "environment",
@@ -47,78 +49,28 @@ OF_A_LOOK = (
 )
 
 
-@dataclass
-class Found:
-    """Figures of a run or of an ensemble, and where they are from."""
-
-    run: str
-    split: str
-    figures: Figures
-    epoch: int | None
-    test_reads: int | None  # None for validation
-    stored: bool
-    data: str | None = None
-    protocol: str | None = None
-    crops: int | None = None
-    members: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What is asked of a run, but for its folder."""
-
-    split: str
-    data: str
-    protocol: str
-    crops: int | None
-    epoch: int | None
-    images: int | None
-    device: str
-    results: str
-
-    @property
-    def plain(self) -> bool:
-        """Whether this is what a run stores of itself."""
-        asked = (self.crops, self.epoch, self.images)
-        return not self.data and not self.protocol and asked == (None, None, None)
-
-    def key(self) -> dict[str, Any]:
-        other = {"data": self.data} if self.data else {}
-        protocol = self.protocol or None
-        return {**other, "protocol": protocol, "crops": self.crops, "epoch": self.epoch, "images": self.images}
-
-    def recipe(self, recipe: Recipe) -> Recipe:
-        words = {"data": self.data, "protocol": self.protocol}
-        changes: dict[str, Any] = {name: word for name, word in words.items() if word}
-        if self.crops is not None:
-            changes["data_args.crops"] = self.crops
-        return with_overrides(recipe, changes)
-
-    def load(self, opened: Opened) -> DataSet:
-        """What is asked for, if it has the classes of the network."""
-        data = load_data(self.recipe(opened.recipe))
-        if self.data and data.class_names != opened.class_names:
-            raise ValueError(f"{opened.folder} tells other classes apart than those of {self.data}")
-        return data
-
-    def ledger(self, folder: Path) -> Path:
-        return Path(self.results) if self.results else results_file(name_of(folder)[0], folder)
-
-
-def check(folder: Path, ask: Ask) -> None:
-    """Refuses what cannot be asked, before anything is read or written."""
+def check(folder: Path, ask: Ask) -> Ask:
+    """Refuses what cannot be asked, before anything is read or written; gives what is asked beyond a run's own test."""
     if is_exported(folder):
+        ask = ask.of(_result(folder)[0])
         if ask.results:
-            if ask.plain or ask.split == "validation" or ask.images is not None:
+            if ask.plain or ask.split == "validation":
                 raise ValueError(
                     f"{folder} is no run, so there is no line to add to {ask.results}; leave --results out"
                 )
+            if ask.images is not None:
+                raise ValueError(f"a test of {ask.images} images gets no line; leave --results or --images out")
             read(ask.results)
-        return
+        return ask
     check_run(folder)
     if ask.epoch is None:
         check_finished(folder)
-    read(ask.ledger(folder))
+    read(ledger(folder, ask))
+    return ask.of(read_recipe(folder)[0])
+
+
+def ledger(folder: Path, ask: Ask) -> Path:
+    return Path(ask.results) if ask.results else results_file(name_of(folder)[0], folder)
 
 
 def name_of(folder: Path) -> tuple[str, str]:
@@ -154,20 +106,33 @@ def exported(folder: Path, ask: Ask) -> Found:
     else:
         found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
         if ask.results:
-            own = from_line(json.dumps(find_pretrained(folder).about["result"]))
-            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "data": checksums(data.splits()), "test": found}
-            of_training = {name: value for name, value in vars(own).items() if name not in OF_A_LOOK}
-            append_line(Path(ask.results), Result.now(**of_training, **changes, test_reads=own.test_reads + 1))
-    return Found(
-        str(folder), ask.split, found, opened.epoch, None, False, ask.data or None, ask.protocol or None, ask.crops
-    )
+            _note_exported(folder, ask, recipe, checksums(data.splits()), found)
+    return answer(str(folder), ask, found, opened.epoch, None, False)
+
+
+def _note_exported(folder: Path, ask: Ask, recipe: Recipe, data: dict[str, str], found: Figures) -> None:
+    """A line of the look, unless the file has it."""
+    _, own = _result(folder)
+    of_training = {name: value for name, value in vars(own).items() if name not in OF_A_LOOK}
+    reads = 1 if ask.data else own.test_reads + 1
+    of_look = {"recipe": recipe.to_dict(), "data": data, "test": found, "test_reads": reads, "look": True}
+    line = Result.now(**of_training, **of_look)
+    same = attrgetter("table", "row", "seed", "recipe", "data", "look")
+    if all(same(from_line(line.line())) != same(other) for other in read(ask.results)):
+        append_line(Path(ask.results), line)
+
+
+def _result(folder: Path) -> tuple[Recipe, Result]:
+    """How exported weights were trained, and the line of their test."""
+    line = from_line(json.dumps(find_pretrained(folder).about["result"]))
+    return recipes.from_dict(line.recipe), line
 
 
 def tested(folder: Path, ask: Ask) -> Result:
     """A run's own result; the test set is read if it has not been yet, and only then is there a line to add."""
     table, row = name_of(folder)
-    reads = 1 + len(looks(folder))
-    results = None if (folder / "result.json").exists() and not ask.results else ask.ledger(folder)
+    reads = 1 + len(looks(folder, ""))
+    results = None if (folder / "result.json").exists() and not ask.results else ledger(folder, ask)
     return finish(folder, table=table, row=row, results=results, reads=reads, device=ask.device)
 
 
@@ -187,7 +152,7 @@ def validation_predictions(opened: Opened, data: DataSet, recipe: Recipe, ask: A
 
 
 def further(folder: Path, ask: Ask) -> Found:
-    """A look at the test set that a run does not make by itself: counted, stored, and a line of the results."""
+    """A look at a test set that a run does not make by itself: counted, stored, and a line of the results."""
     with checkpoint.locked(folder):
         opened = open_run(folder, device=ask.device, epoch=ask.epoch)
         known = looked(folder, ask.key()) or _one_view(folder, ask)
@@ -198,10 +163,11 @@ def further(folder: Path, ask: Ask) -> Found:
         note_look(folder, ask.key(), found)
         if ask.images is None:
             table, row = name_of(folder)
-            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": found, "test_reads": reads_of(folder)}
+            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": found, "look": True}
+            changes["test_reads"] = reads_of(folder, ask.data)
             if ask.epoch is not None:
                 changes |= {"epochs": ask.epoch, "selected": "last"}
-            append_line(ask.ledger(folder), result_of(opened, data, table, row, **changes))
+            append_line(ledger(folder, ask), result_of(opened, data, table, row, **changes))
         return _found(folder, ask, found, opened.epoch, False)
 
 
@@ -213,67 +179,14 @@ def _one_view(folder: Path, ask: Ask) -> Figures | None:
     return found.get("one_view")
 
 
-def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") -> Found:
-    """An ensemble by summed lengths. What its members said of the test set is stored, so it need not be read again.
+def looks(folder: Path, data: str | None = None) -> list[dict[str, Any]]:
+    """All that has been asked of a test set for a run beyond its own test.
 
     Args:
-        row: whose line this is; if not given, that of the members, where they are all of one recipe.
+        data: of which set; "" for the run's own, None for any.
     """
-    for folder in filter(is_exported, folders):
-        raise ValueError(f"{folder} is no run folder, and an ensemble is one of runs")
-    names = {_short(folder): folder for folder in folders}
-    if len(names) < len(folders):
-        names = {str(folder): folder for folder in folders}
-    opened = {name: open_run(folder, device=ask.device) for name, folder in names.items()}
-    first = next(iter(opened.values()))
-    for name, other in opened.items():
-        if other.class_names != first.class_names:
-            raise ValueError(f"{name} tells other classes apart than {next(iter(opened))}, so they are no ensemble")
-    named = choose(row, {}) if row else None
-    if named is not None and named.recipe.data != first.recipe.data:
-        raise ValueError(f"{row} is of {named.recipe.data}, and these networks are of {first.recipe.data}")
-    data = {name: ask.load(each) for name, each in opened.items()}
-    chosen = tuple(opened)
-    if members is not None:
-        seen = {n: validation_predictions(each, data[n], ask.recipe(each.recipe), ask) for n, each in opened.items()}
-        chosen = evaluate.choose_members(seen, members)
-    key = {"ensemble": sorted(chosen), **ask.key()}
-    known = [looked(names[name], key) for name in chosen]
-    if known[0] is not None and all(each == known[0] for each in known):
-        return _ensemble(names, chosen, ask, known[0], stored=True)
-    said = []
-    for name in chosen:
-        if ask.plain:
-            tested(names[name], replace(ask, results=""))  # its line is where it was trained
-            said.append(load_predictions(names[name] / "predictions.safetensors"))
-        else:
-            recipe = ask.recipe(opened[name].recipe)
-            said.append(look(opened[name].model, data[name].test, data[name], recipe, ask.images))
-    found = figures(evaluate.ensemble(said))
-    for name in chosen:
-        note_look(names[name], key, found)
-    answer = _ensemble(names, chosen, ask, found, stored=False)
-    lead = opened[chosen[0]]
-    alike = all(opened[name].recipe == lead.recipe for name in chosen)
-    if named is not None or alike:
-        table, word = name_of(lead.folder) if named is None else (named.table, named.row)
-        recipe = lead.recipe
-        if named is not None:
-            own = {name: getattr(named.recipe, name) for name in TOLD}
-            recipe = replace(lead.recipe, **own) if alike else named.recipe
-        more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": answer.test_reads}
-        more["chosen_from"] = None if members is None else len(folders)
-        more |= _costs([names[name] for name in chosen])
-        if not alike:
-            more |= _length([names[name] for name in chosen])
-        append_line(ask.ledger(lead.folder), result_of(lead, data[chosen[0]], table, word, test=found, **more))
-    return answer
-
-
-def looks(folder: Path) -> list[dict[str, Any]]:
-    """All that has been asked of the test set for a run beyond its own test."""
     found = (read_json(folder / "looks.json") or {"looks": []})["looks"]
-    return list(found)
+    return [each for each in found if data is None or each["ask"].get("data", "") == data]
 
 
 def looked(folder: Path, key: dict[str, Any]) -> Figures | None:
@@ -284,69 +197,13 @@ def note_look(folder: Path, key: dict[str, Any], found: Figures) -> None:
     write_json(folder / "looks.json", {"looks": [*looks(folder), {"ask": key, "figures": found}]})
 
 
-def reads_of(folder: Path) -> int:
-    """How often the test set has been read for a run, readings that were cut short among them."""
-    return (read_json(folder / "reading.json") or {"begun": 0})["begun"] + len(looks(folder))
+def reads_of(folder: Path, data: str = "") -> int:
+    """How often a test set has been read for a run: its own, readings that were cut short and those after each epoch
+    among them, or that of other data."""
+    own = {} if data else read_json(folder / "reading.json") or {}
+    return own.get("begun", 0) + own.get("epochs", 0) + len(looks(folder, data))
 
 
 def _found(folder: Path, ask: Ask, found: Figures, epoch: int | None, stored: bool) -> Found:
-    reads = None if ask.split == "validation" else reads_of(folder)
-    how = ask.data or None, ask.protocol or None, ask.crops
-    return Found(str(folder), ask.split, found, epoch, reads, stored, *how)
-
-
-def _ensemble(names: dict[str, Path], chosen: tuple[str, ...], ask: Ask, found: Figures, stored: bool) -> Found:
-    """Its own reads are those for any ensemble that one of the members was in."""
-    reads = max(sum("ensemble" in each["ask"] for each in looks(names[name])) for name in chosen)
-    how = ask.data or None, ask.protocol or None, ask.crops
-    return Found("ensemble", "test", found, None, reads, stored, *how, chosen)
-
-
-def _costs(folders: list[Path]) -> dict[str, Any]:
-    """What an ensemble's members took in all; it has no epochs of its own."""
-    ends = [read_json(folder / "final.json") or {} for folder in folders]
-    sums: dict[str, Any] = {"epoch": None, "steps": None, "together": 1, "curves": {}}
-    for name, key in (("seconds", "seconds"), ("energy", "joules")):
-        values = [end.get(key) for end in ends]
-        sums[name] = None if None in values else sum(values)
-    return sums
-
-
-def _length(folders: list[Path]) -> dict[str, int]:
-    """The epochs of members of several rows: of one that was cut short, if any, else of the longest."""
-    lines = [read_json(folder / "result.json") for folder in folders]
-    lengths = [(line["epochs"], line["planned"]) for line in lines if line]
-    if not lengths:
-        return {}
-    epochs, planned = min(lengths, key=lambda length: (length[0] / length[1], -length[0]))
-    return {"epochs": epochs, "planned": planned}
-
-
-def told(found: Found) -> str:
-    numbers = found.figures
-    what = f"ensemble of {', '.join(found.members)}" if found.members else found.run
-    words = [f"error {percent(numbers['error'])} ± {percent(numbers['standard_error'])}"]
-    if "per_digit_error" in numbers:
-        words = [f"exact match {words[0]}", f"per digit {percent(numbers['per_digit_error'])}"]
-        words.append(f"at least one {percent(numbers['at_least_one_error'])}")
-    words.append(f"calibration error {percent(numbers['calibration_error'])}")
-    how = [f"epoch {found.epoch}"] if found.epoch is not None else []
-    how += [f"data {found.data}"] if found.data else []
-    how += [f"protocol {found.protocol}"] if found.protocol else []
-    how += [f"{found.crops} crop{'s' * (found.crops != 1)}"] if found.crops is not None else []
-    of = f" of {numbers['images']:,} images"
-    told = f"{what}{' (' + ', '.join(how) + ')' if how else ''}: {found.split} {', '.join(words)},{of}"
-    if found.test_reads is None:
-        return told
-    stored = "as stored; " if found.stored else ""
-    return f"{told} ({stored}the test set has been read {times(found.test_reads)} for this)"
-
-
-def as_json(found: list[Found]) -> str:
-    return json.dumps([asdict(each) for each in found], indent=2)
-
-
-def _short(folder: Path) -> str:
-    """As the results name a member: without the places that one machine has it in."""
-    folder = folder.resolve()
-    return f"{folder.parent.name}/{folder.name}"
+    reads = None if ask.split == "validation" else reads_of(folder, ask.data)
+    return answer(str(folder), ask, found, epoch, reads, stored)

@@ -26,7 +26,7 @@ def seeds_of(line: Result, *places: str | os.PathLike[str]) -> list[Result]:
     for place in places:
         found = read(place)
         if any(_which(each) == _which(line) and each.finished == line.finished for each in found):
-            same = [each for each in found if _which(each)[:2] == _which(line)[:2]]
+            same = [each for each in found if _which(each)[:2] == _which(line)[:2] and not each.look]
             alike = [each for each in same if variation(recipe, each) == variation(recipe, line)]
             seeds = {each.seed: each for each in sorted(alike, key=lambda each: each.finished)} | {line.seed: line}
             return [seeds[seed] for seed in sorted(seeds)]

@@ -37,8 +37,9 @@ class Result:
     `planned` are the epochs that the table's row asks for, `energy` joules, `curves` a value an epoch for each word,
     but see `thinned`, `data` a checksum for each split, `members` the runs of an ensemble, `chosen_from` among how many
     they were chosen on validation, None where they were not. `together` says how many seeds were trained at once:
-    `seconds` and `energy` are then a share of the whole. `teachers` has the checksum of each. `defect` is written by
-    hand into the line of a run that did something else than its row says.
+    `seconds` and `energy` are then a share of the whole. `teachers` has the checksum of each. A `look` is a further
+    test of weights that have a line, perhaps on other data; `test_reads` counts how often its test set has been read
+    for them. `defect` is written by hand into the line of a run that did something else than its row says.
     """
 
     table: str
@@ -66,6 +67,7 @@ class Result:
     together: int = 1
     energy: float | None = None
     teachers: dict[str, str] = field(default_factory=dict)
+    look: bool = False
     defect: str = ""
     finished: str = ""
 
