@@ -13,7 +13,7 @@ from torchcaps.commands.train import train_row
 from torchcaps.commands.words import choose, in_fewer_epochs, overrides, with_fields
 from torchcaps.results import Result, read
 from torchcaps.results.again import commands, in_full, missing, words
-from torchcaps.results.plan import GROUPS
+from torchcaps.results.plan import GROUPS, TESTED_ON_OTHERS
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = [result for result in read(ROOT / "results") if not result.members]
@@ -51,10 +51,18 @@ def test_seeds_are_told_together_and_gaps_are_none():
         "torchcaps train mazzia2021_table2:efficient --seed 3",
         "    # error 0.433 ± 0.153 %, commit 0123456",
     ]
+    again = [*runs, replace(runs[0], finished="later", test={"error": 0.009})]
+    assert "    # error 0.633 ± 0.252 %, commit 0123456" in commands(again).splitlines()
     apart = commands([runs[0], replace(runs[1], defect="weights too small")])
     assert "    # error 0.400 %, with weights too small, commit 0123456" in apart.splitlines()
     together = [replace(run, together=4) for run in runs[:2]]
     assert "--seeds 2 --together\n" in commands(together)
+
+
+def test_a_run_that_stopped_where_it_should_is_told_by_the_epochs_that_were_asked_for():
+    recipe = recipes.find("sabour2017_affnist:capsnet")
+    stopped = replace(result(), table="sabour2017_affnist", row="capsnet", recipe=recipe.to_dict(), epochs=17)
+    assert words(stopped) == ["train", "sabour2017_affnist:capsnet"]
 
 
 def test_words_with_blanks_are_quoted_and_what_a_row_has_more_is_left_out():
@@ -66,7 +74,8 @@ def test_what_is_missing_can_be_trained(capsys, monkeypatch):
     """Each row of the page has a command; those with results have none, and the commands are the rows."""
     entries = [entry for group in GROUPS for entry in group.entries]
     lines = [line for line in missing([]).splitlines() if not line.startswith(" ")]
-    assert len(lines) == len(entries) + len(recipes.tables()["ours"].ROWS)
+    assert len(lines) == len(entries) + len(recipes.tables()["ours"].ROWS) + len(TESTED_ON_OTHERS)
+    assert "# torchcaps evaluate RUN... --data multimnist_relative, for runs of ours:multimnist-resnet" in lines
     assert sum(line.startswith("# torchcaps evaluate --ensemble") for line in lines) == 6
     assert "torchcaps train tsai2020_table1:inverted-resnet-cifar10 --model-args.iterations 1" in lines
     run = result()

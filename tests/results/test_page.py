@@ -11,7 +11,7 @@ from torchcaps import recipes
 from torchcaps.cli import main
 from torchcaps.recipes import with_overrides
 from torchcaps.results import Result, append, from_line, read
-from torchcaps.results.again import commands
+from torchcaps.results.again import commands, in_full
 from torchcaps.results.notes import in_short
 from torchcaps.results.page import not_run, render_page
 from torchcaps.results.plan import GROUPS
@@ -83,7 +83,7 @@ def test_every_row_is_there_and_not_run():
                 *["0.26"] * 4,
                 *["0.16", "0.26", "0.16"],
                 *["0.26"] * 5,
-                *["0.16", "-", "5.1", "5.2", "-"],
+                *["0.16", "-", "5.1", "5.2", "-", "-"],
                 *["mean", "mean", "4.55", "4.55", "4.55"],
             ],
         ),
@@ -154,13 +154,54 @@ def test_seeds_without_a_line_are_told():
 
 def test_a_look_at_old_weights_is_no_further_run():
     run = result("ours:mnist-views", 0.003)
-    alone = result("ours:mnist-views", 0.0032, changes={"data_args.crops": 1}, test_reads=2)
+    alone = result("ours:mnist-views", 0.0032, changes={"data_args.crops": 1}, test_reads=2, look=True)
     page = render_page([run, alone])
     assert "looked at again: 0.320 (with data\\_args.crops = 1, n = 1); the test set was read more than once\n" in page
     assert "1 views" not in page
     told = commands([run, alone])
-    assert "# torchcaps evaluate, --data-args.crops 1, with the folders of these seeds: 0\n" in told
+    assert "# torchcaps evaluate RUN... --crops 1, for runs of ours:mnist-views, seed 0\n" in told
     assert told.count("torchcaps train") == 1
+    kept = replace(run, look=True, test_reads=2, epochs=7)
+    assert "# torchcaps evaluate RUN... --epoch 7, for runs of ours:mnist-views, seed 0\n" in commands([run, kept])
+
+
+def test_a_look_never_stands_before_the_run_itself():
+    """Nor among trainings with the same settings, nor among what was shortened or is missing."""
+    name, bf16 = "sabour2017_affnist:capsnet", {"precision": "bf16"}
+    run = result(name, 0.1, epochs=12, changes={**bf16, "data": "affnist_generated"})
+    look = result(name, 0.2, epochs=12, changes={**bf16, "data": "affnist_generated", "batch_size": 64}, look=True)
+    for lines in ([run, look], [look, replace(run, finished="2026-02-01")]):
+        cells, page = rows(render_page(lines), "9")[0], render_page(lines)
+        assert cells[3] == "90.00"
+        assert "looked at again: 80.00 (with batch\\_size = 64, n = 1); trained weights, tested on other data" in page
+    assert rows(render_page([run, replace(look, recipe=run.recipe)]), "9")[0][3] == "90.00"
+    assert name in [entry.row for _, entry in not_run([look])]
+    assert not in_full([look])
+    official = result("mazzia2021_table2:efficient-official", test_reads=101, data={"validation": "a", "test": "a"})
+    again = replace(official, look=True, test_reads=102)
+    assert "evaluate RUN..." in commands([again])
+    assert "torchcaps train" not in commands([again])
+
+
+def test_a_test_on_other_data_is_a_row_of_its_own_and_no_training():
+    name, changes = "ours:multimnist-resnet", {"data": "multimnist_relative"}
+    look = result(name, 0.02, changes=changes, look=True)
+    look.test.update(exact_match_error=0.02, per_digit_error=0.01)
+    label = "multimnist-resnet, tested on relative shifts"
+    found = {cells[0].partition(" (")[0]: cells for cells in rows(render_page([look]), "ours")}
+    assert found[label][3] == "2.00; 1.00"
+    assert found["multimnist-resnet"][3] == "not run"
+    trained = replace(look, look=False)
+    found = {cells[0].partition(" (")[0]: cells for cells in rows(render_page([trained]), "ours")}
+    assert found[label][3] == "not run"
+    left = [entry.label for _, entry in not_run([look])]
+    assert label not in left
+    assert "multimnist-resnet" in left
+
+
+def test_images_an_epoch_are_told_where_the_row_has_no_number():
+    run = result("mazzia2021_table2:efficient", changes={"samples": 600})
+    assert rows(render_page([run]), "1")[0][0].startswith("Efficient-CapsNet, with samples = 600 (")
 
 
 def test_a_run_without_a_time_has_none():

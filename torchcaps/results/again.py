@@ -14,10 +14,12 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.results import Result
-from torchcaps.results.notes import is_look, spans
+from torchcaps.results.notes import latest, spans
 from torchcaps.results.page import not_run, not_whole
 from torchcaps.results.tables import cell_of, changed, duration, fewer_images, took
 from torchcaps.shorten import MOVED, is_shortened
+
+ASKED = ("data", "protocol", "data_args.crops")  # fields of a recipe that evaluate has options for
 
 
 def commands(results: Iterable[Result]) -> str:
@@ -26,8 +28,8 @@ def commands(results: Iterable[Result]) -> str:
     for result in sorted(results, key=lambda result: (result.table, result.row, result.seed)):
         if f"{result.table}:{result.row}" in recipes.names():
             key = result.members or tuple(words(result))
-            groups.setdefault((key, result.together, result.defect), []).append(result)
-    return "\n".join(line for group in groups.values() for line in _lines(group))
+            groups.setdefault((key, result.together, result.look, result.defect), []).append(result)
+    return "\n".join(line for group in groups.values() for line in _lines(latest(group)[0]))
 
 
 def missing(results: Iterable[Result]) -> str:
@@ -35,7 +37,8 @@ def missing(results: Iterable[Result]) -> str:
     lines = []
     for group, entry in not_run(results):
         command = shlex.join(["torchcaps", "train", entry.row, *_switches(entry.changes)])
-        lines += [_of_members(entry.row) or command, f"    # {group.title}: {entry.label}"]
+        remark = _of_look(entry.row, entry.changes) if entry.look else _of_members(entry.row)
+        lines += [remark or command, f"    # {group.title}: {entry.label}"]
     return "\n".join(lines)
 
 
@@ -61,7 +64,8 @@ def in_full(results: Iterable[Result]) -> str:
             each = "for all members" if remark else "a run"
             time = f", in full about {duration(seconds)} {each} on {device}"
         share = 100 * min(_share(row, run) for run in runs)
-        lines.append(f"    # {group.title}: {entry.label}; was {share:.2g} % of it{time}")
+        part = f"{share:.0f}" if share >= 10 else f"{share:.2g}"
+        lines.append(f"    # {group.title}: {entry.label}; was {part} % of it{time}")
     return "\n".join(lines)
 
 
@@ -69,6 +73,14 @@ def _of_members(row: str) -> str:
     """An ensemble is not trained: its members are, by rows of their own."""
     ensemble = recipes.find(row).metric.startswith("ensemble_")
     return f"# torchcaps evaluate --ensemble RUN... --row {row}" * ensemble
+
+
+def _of_look(row: str, changes: Mapping[str, Any], epoch: int | None = None) -> str:
+    """Nor are weights that are tested anew; what they are asked for is among the changes."""
+    asked = {path.partition(".")[2] or path: value for path, value in changes.items() if path in ASKED}
+    if epoch is not None:
+        asked["epoch"] = epoch
+    return f"# torchcaps evaluate {shlex.join(['RUN...', *_switches(asked)])}, for runs of {row}"
 
 
 def _share(row: recipes.Recipe, run: Result) -> float:
@@ -79,14 +91,14 @@ def _share(row: recipes.Recipe, run: Result) -> float:
 
 def words(result: Result) -> list[str]:
     """What `torchcaps` is called with for this run, but for its seed."""
-    row = recipes.find(f"{result.table}:{result.row}")
+    row, epochs = recipes.find(f"{result.table}:{result.row}"), result.recipe.get("epochs", result.epochs)
     found = ["train", f"{result.table}:{result.row}"]
     changes = changed(row, result.recipe)
-    if is_shortened(row, result.recipe, result.epochs, exactly=True) and any(path in MOVED for path in changes):
-        found += ["--shorten", str(result.epochs)]
+    if is_shortened(row, result.recipe, epochs, exactly=True) and any(path in MOVED for path in changes):
+        found += ["--shorten", str(epochs)]
         changes = {path: value for path, value in changes.items() if path not in MOVED}
-    elif result.epochs != row.epochs:
-        found += ["--epochs", str(result.epochs)]
+    elif epochs != row.epochs:
+        found += ["--epochs", str(epochs)]
     return [*found, *_switches(changes)]
 
 
@@ -98,11 +110,13 @@ def _switches(changes: Mapping[str, Any]) -> list[str]:
 
 def _lines(runs: list[Result]) -> list[str]:
     first = runs[0]
-    if is_look(first):
-        seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in runs}))
-        lines = [f"# torchcaps evaluate, {shlex.join(words(first)[2:])}, with the folders of these seeds: {seeds}"]
-    elif first.members:
+    if first.members:
         lines = [f"# torchcaps evaluate --ensemble, with the folders of {', '.join(first.members)}"]
+    elif first.look:
+        row = f"{first.table}:{first.row}"
+        kept = first.epochs if first.epochs != first.recipe.get("epochs") and not first.reached else None
+        seeds = ", ".join(f"seed {seed}" for seed in sorted(run.seed for run in runs))
+        lines = [f"{_of_look(row, changed(recipes.find(row), first.recipe), kept)}, {seeds}"]
     else:
         together = first.together > 1
         lines = [

@@ -15,6 +15,7 @@ from torchcaps.results import Result
 
 LAST = re.compile(r"(?<!\d)(0|[1-9]\d*)\Z")  # a number that can be counted on from
 AGAIN = "the test set was read more than once"
+ELSEWHERE = "trained weights, tested on other data"
 
 
 def latest(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
@@ -36,8 +37,8 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
         for run in runs
         if run.members
     ]
-    again = any(map(is_look, runs))
-    if runs and not again and (at_once := max(run.together for run in runs)) > len(runs):
+    looked = any(run.look for run in runs)
+    if runs and not looked and (at_once := max(run.together for run in runs)) > len(runs):
         have = "has" if len(runs) == 1 else "have"
         said.append(f"{at_once} were trained at once, of which {len(runs)} {have} a line")
     sampled = sorted({(run.test["images"], whole) for run in runs if (whole := run.test.get("sampled_from"))})
@@ -47,19 +48,16 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
         said.append(f"run with changes that commit {' and '.join(dirty)} does not have")
     if any(map(_chosen_on_test, runs)):
         said.append("the epoch was chosen on the test set, which was read after each")
-    elif again or any(run.test_reads != 1 for run in runs):
+    elif any(run.test_reads != 1 for run in runs):
         said.append(AGAIN)
+    elif looked:
+        said.append(ELSEWHERE)
     said += [f"an earlier run of seed {run.seed} had {figure}" for run, figure in earlier]
     return said
 
 
-def is_look(run: Result) -> bool:
-    """Whether this is a further look at weights that have been tested before, and not the test of a training."""
-    return run.test_reads != 1 and not run.members and not _chosen_on_test(run)
-
-
 def _chosen_on_test(run: Result) -> bool:
-    return run.selected == "best" and run.data.get("validation", ...) == run.data.get("test")
+    return not run.look and run.selected == "best" and run.data.get("validation", ...) == run.data.get("test")
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:

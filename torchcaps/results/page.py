@@ -13,8 +13,8 @@ from typing import Any
 from torchcaps import recipes
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result
-from torchcaps.results.notes import AGAIN, assumed, held_out, latest, remarks
-from torchcaps.results.plan import BOTH, GROUPS, Entry, Group
+from torchcaps.results.notes import AGAIN, ELSEWHERE, assumed, held_out, latest, remarks
+from torchcaps.results.plan import BOTH, GROUPS, TESTED_ON_OTHERS, Entry, Group
 from torchcaps.results.sheet import escaped
 from torchcaps.results.tables import (
     cell_of,
@@ -37,12 +37,13 @@ INTRODUCTION = (
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run unless a "
     "note or a reading says otherwise; epochs are selected on held-out training images unless a protocol says "
     "otherwise. Shortened rows were trained for fewer epochs, or images, than their recipe has. Of seeds that were "
-    "trained at once, each took its share of the whole time. Most runs on a GPU had two to four others beside them, "
-    "so their times are more than they need alone, and the energy in their lines is the whole card's. The standard "
-    "error of a share p of n images, √(p(1 - p) / n), says how far another test set might be; rows that are tested on "
-    "the same images are better told apart by their spread over seeds. `torchcaps table --commands` prints the "
-    "command behind each line, `--missing` those of the rows that have not been run, and `--shortened` those that "
-    "would train in full what was shortened, with the time it takes."
+    "trained at once, each took its share of the whole time; an ensemble's time is that of its members added up. Most "
+    "runs on a GPU had two to four others beside them, so they took longer than they would alone. No paper trained in "
+    "bf16, as most runs did here; short trainings in float32 differed by no more than chance, but EM was not compared "
+    "([docs/speed.md](docs/speed.md)). Tests on a GPU before commit b95f625 convolved in TF32, which can move a figure "
+    "a little. `torchcaps table --commands` prints the command behind each line, `--missing` "
+    "those of the rows that have not been run, and `--shortened` those that would train in full what was shortened, "
+    "with the time it takes."
 )
 
 
@@ -73,7 +74,7 @@ def not_whole(results: Iterable[Result]) -> list[tuple[Group, Entry, list[Result
     for group, entry, runs in _sound(results):
         recipe = _recipe(entry)
         first = next((same for _, same in alike(recipe, runs)), [])
-        if any(is_short(recipe, run) for run in first):
+        if not entry.look and any(is_short(recipe, run) for run in first):
             found.append((group, entry, first))
     return found
 
@@ -85,15 +86,16 @@ def _sound(results: Iterable[Result]) -> Iterator[tuple[Group, Entry, list[Resul
     claimed = claimed_by(results, [entry for group in sections for entry in group.entries])
     for group in sections:
         for entry in group.entries:
-            yield group, entry, [run for run in claimed[id(entry)] if not run.defect]
+            yield group, entry, [run for run in claimed[id(entry)] if not run.defect and run.look == entry.look]
 
 
 def ours() -> Group:
-    rows = recipes.tables()["ours"].ROWS
-    entries = tuple(
-        Entry(name, f"ours:{name}", metrics=BOTH if recipe.metric in BOTH else ()) for name, recipe in rows.items()
-    )
-    return Group("ours", "Our own rows", entries)
+    """All our rows, and after them tests of their networks on other data."""
+    entries: list[Entry] = []
+    for name, recipe in recipes.tables()["ours"].ROWS.items():
+        entries.append(Entry(name, f"ours:{name}", metrics=BOTH if recipe.metric in BOTH else ()))
+        entries += [TESTED_ON_OTHERS[name]] if name in TESTED_ON_OTHERS else []
+    return Group("ours", "Our own rows", tuple(entries))
 
 
 def others(results: Iterable[Result]) -> Group:
@@ -110,7 +112,9 @@ def claimed_by(results: Iterable[Result], entries: Sequence[Entry]) -> dict[int,
     for result in sorted(results, key=lambda result: result.finished):
         row = f"{result.table}:{result.row}"
         together = [entry for entry in entries if is_ensemble_for(_recipe(entry), result)]
-        fits = together or [entry for entry in entries if row == entry.row and _has(result, entry.changes)]
+        fits = together or [
+            entry for entry in entries if row == entry.row and entry.look <= result.look and _has(result, entry.changes)
+        ]
         if fits:
             found[id(max(fits, key=lambda entry: len(entry.changes)))].append(result)
     return found
@@ -153,7 +157,7 @@ def _common_epochs(claimed: Iterable[list[Result]]) -> int | None:
 def brief(name: str, label: str) -> str:
     """A label without the settings that most rows have, or another column tells."""
     settings = label.removeprefix(name).removeprefix(", with ").split(", ")
-    told = [setting for setting in settings if setting not in USUAL and not setting.startswith("samples = ")]
+    told = [setting for setting in settings if setting not in USUAL]
     return with_settings(name, ", ".join(filter(None, told)))
 
 
@@ -161,7 +165,7 @@ def _also(entry: Entry, cells: tuple[str, ...], said: list[str]) -> str:
     """A further line of an entry, as a note."""
     label, _, _, found, n, _, epochs, took, commit = cells
     settings = brief(entry.label, label).removeprefix(entry.label).removeprefix(", ")
-    if AGAIN in said:
+    if AGAIN in said or ELSEWHERE in said:
         return "; ".join([f"looked at again: {found} ({settings}, n = {n})", *said])
     how = ", ".join(filter(None, [settings, f"epochs {epochs}", f"n = {n}", took, commit]))
     return "; ".join([f"also run: {found} ({how})", *said])
@@ -187,6 +191,8 @@ def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> 
     lines: list[tuple[tuple[str, ...], list[str]]] = []
     for how, found in alike(recipe, results, epochs):
         runs, earlier = latest(found)
+        if fewer_images(recipe, runs[0]):  # which the epochs tell
+            how = ", ".join(setting for setting in how.split(", ") if not setting.startswith("samples = "))
         older = "" if runs[0].planned == recipe.epochs else f"an older recipe of {runs[0].planned} epochs"
         how = ", ".join(filter(None, (how, older)))
         label = with_settings(entry.label, how)
@@ -197,16 +203,16 @@ def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> 
 
 def alike(recipe: Recipe, results: Iterable[Result], first: int | None = None) -> list[tuple[str, list[Result]]]:
     """Runs with the same settings and epochs, and what these settings are; first those that a page tells first."""
-    groups: dict[tuple[str, int], list[Result]] = {}
+    groups: dict[tuple[str, int, bool], list[Result]] = {}
     for result in results:
         epochs = recipe.epochs if result.reached else result.epochs
-        groups.setdefault((variation(recipe, result, epochs=False), epochs), []).append(result)
+        groups.setdefault((variation(recipe, result, epochs=False), epochs, result.look), []).append(result)
 
-    def order(group: tuple[tuple[str, int], list[Result]]) -> tuple[Any, ...]:
-        (how, epochs), runs = group
-        return bool(runs[0].defect), how != "", epochs != first, -epochs, -len(runs), how
+    def order(group: tuple[tuple[str, int, bool], list[Result]]) -> tuple[Any, ...]:
+        (how, epochs, look), runs = group
+        return look, bool(runs[0].defect), how != "", epochs != first, -epochs, -len(runs), how
 
-    return [(how, runs) for (how, _), runs in sorted(groups.items(), key=order)]
+    return [(how, runs) for (how, *_), runs in sorted(groups.items(), key=order)]
 
 
 def with_settings(label: str, how: str) -> str:

@@ -63,19 +63,19 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
     found, sheet = _by_row(table, results), Sheet(table.TITLE)
     sheet.legend = LEGEND if any(found.values()) else ""
     for row, recipe in table.ROWS.items():
-        groups: dict[str, list[Result]] = {}
+        groups: dict[tuple[bool, str], list[Result]] = {}
         for result in found[row]:
-            groups.setdefault(variation(recipe, result), []).append(result)
+            groups.setdefault((result.look, variation(recipe, result)), []).append(result)
         notes = [sheet.note(text) for text in (assumed(recipe), recipe.note) if text]
         metric = recipe.metric.replace("_", " ") + ("" if recipe.metric == "loss" else " %")
-        plain, before = latest(groups.pop("", []))
+        plain, before = latest(groups.pop((False, ""), []))
         cells = _cells(recipe, plain) if plain else ("" if groups else "not run", "", "", "", "")
         more = [sheet.note(text) for text in remarks(plain, replaced(recipe.metric, before))]
         sheet.lines.append(Line((row, metric, recipe.reported, *cells), notes + more))
-        for label, group in groups.items():
+        for (_, label), group in groups.items():
             runs, before = latest(group)
             said = [sheet.note(text) for text in remarks(runs, replaced(recipe.metric, before))]
-            label += ", shortened" * is_short(recipe, runs[0])
+            label = (label or "tested anew") + ", shortened" * is_short(recipe, runs[0])
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
     for row, printed in getattr(table, "CITED", {}).items():
         sheet.lines.append(Line((row, "", str(printed), "cited", "", "", "", ""), kind="cited"))
