@@ -23,7 +23,7 @@ from torchcaps.evaluate import Predictions, predict
 from torchcaps.models.pretrained import CONFIG, find_pretrained, shipped
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import load_saved
+from torchcaps.train.folder import as_json, load_saved
 from torchcaps.train.prepare import load_data, numerics
 
 MOST = 100_000  # images of a generated test set, always the same ones, unless more are asked for
@@ -207,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    checkpoint.write(path, json.dumps(content, indent=2).encode() + b"\n")
+    checkpoint.write(path, as_json(content))
 
 
 def read_threshold(folder: Path) -> float | None:

@@ -66,6 +66,17 @@ def test_an_interrupted_run_goes_on(tmp_path, capsys, monkeypatch):
     assert told.out.splitlines()[-1].endswith("report.html")
 
 
+def test_a_run_that_ended_halfway_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
+    def interrupt(session):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchcaps.train.loop.end_epoch", interrupt)
+    assert cli.main(["quick", "--out", str(tmp_path)]) == 130
+    folder = tmp_path / "quick-digits" / "seed-0"
+    assert cli.main(["evaluate", str(folder)]) == 2
+    assert f"torchcaps train quick:digits --resume --out {folder} goes on" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_no_reason_for_other_data(tmp_path, capsys, monkeypatch):
     def full(recipe):
         raise NotWritten("the disk is full")

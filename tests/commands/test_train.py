@@ -17,7 +17,7 @@ from torchcaps.commands.train import train_row
 from torchcaps.commands.words import Row, choose, headline, results_file, run_folder, with_fields
 from torchcaps.data import DataSet, Stored
 from torchcaps.results import Result, read
-from torchcaps.train import train
+from torchcaps.train import checkpoint, train
 from torchcaps.train.folder import Run
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_without_a_test_the_test_set_stays_unread(small, capsys):
 @pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("limit", 0)])
 def test_the_exit_code_says_what_stopped_it(stop, code, small, capsys, monkeypatch):
     def stopped(recipe, *, out, seed, data, **options):
-        assert json.loads((out / "row.json").read_text())["name"] == "quick:digits"
+        assert options["about"]["name"] == "quick:digits"
         return Run(out, recipe, seed, None, data, 7, False, [], 1.0, stopped=stop)
 
     monkeypatch.setattr(job, "train", stopped)
@@ -301,6 +301,43 @@ def test_another_recipe_seed_or_no_resume_is_refused_and_the_run_stays(finished,
         assert err.count("\n") == 1
         assert not out
     assert checksum(tmp_path) == before
+
+
+def test_a_refused_command_leaves_what_a_folder_says_of_its_row(small, tmp_path, capsys, checksum):
+    words = ["train", "quick:digits", *small]
+    together = [*words, "--seeds", "2", "--together", "--out", "many"]
+    assert main([*together, "--limit", "3"]) == 0
+    Path("race").mkdir()
+    for name in ("row.json", "recipe.json"):  # all there is before the first checkpoint
+        shutil.copy(Path("many", "seed-0", name), "race")
+    before = checksum(tmp_path)
+    capsys.readouterr()
+    with checkpoint.locked(Path("race")):
+        assert main([*words, "--lr", "0.5", "--out", "race", "--resume"]) == 2
+    assert capsys.readouterr().err.startswith("torchcaps: another process is training in race; ")
+    assert main([*together, "--lr", "0.5", "--resume"]) == 2
+    assert capsys.readouterr().err.startswith("torchcaps: many holds runs of another recipe: lr is ")
+    assert main([*words, "--seeds", "2", "--together", "--strategy", "ddp", "--out", "new/runs"]) == 2
+    assert not Path("new").exists()
+    assert checksum(tmp_path) == before
+
+
+def test_a_run_that_goes_on_says_what_it_said_of_its_row(small):
+    words = ["train", "quick:digits", *small, "--out", "run"]
+    assert main([*words, "--limit", "3"]) == 0
+    before = Path("run/row.json").read_text()
+    assert main([*words, "--resume", "--lr", "2e-3"]) == 0
+    assert Path("run/row.json").read_text() == before
+
+
+@pytest.mark.parametrize(("module", "words"), [("loop", []), ("together", ["--seeds", "2", "--together"])])
+def test_a_run_that_is_interrupted_before_it_begins_leaves_nothing(module, words, small, tmp_path, monkeypatch):
+    def interrupt(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"torchcaps.train.{module}.create_network", interrupt)
+    assert main(["train", "quick:digits", *small, *words, "--out", "new/run"]) == 130
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tampered_checkpoint_is_passed_over_and_without_another_refused(small, capsys, tmp_path, checksum):

@@ -279,3 +279,12 @@ def test_a_second_process_is_refused(tmp_path):
     assert refused.returncode != 0
     assert "another process is training in" in refused.stderr
     assert subprocess.run(command).returncode == 0
+
+
+def test_a_lock_takes_away_only_folders_made_for_it(tmp_path):
+    with locked(tmp_path / "new" / "run"):
+        pass
+    assert not (tmp_path / "new").exists()
+    with locked(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]  # others may wait for it

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -398,6 +399,61 @@ def test_a_folder_of_other_runs_is_refused(tmp_path):
     alone(RECIPE, 5, tmp_path / "other" / "seed-5", limit=3)
     with pytest.raises(ValueError, match=r"seed-5 holds a run of its own; resume it without --together"):
         small(RECIPE, [4, 5], tmp_path / "other", resume=True)
+    alone(replace(RECIPE, lr=0.01), 1, tmp_path / "seed-1", limit=3)
+    with pytest.raises(ValueError, match=r"seed-1 holds a run of another recipe: lr is 0.01 there and 0.001 here"):
+        small(RECIPE, [1, 2], tmp_path, resume=True)
+
+
+ONCE = replace(RECIPE, epochs=1)
+
+
+def test_finished_seeds_are_not_written_over(tmp_path):
+    small(ONCE, [0, 1], tmp_path)
+    small(ONCE, [2, 3], tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other, own = replace(ONCE, lr=0.01), tmp_path / "seed-0"
+    for recipe, resume in ((other, False), (ONCE, True)):
+        with pytest.raises(ValueError, match=r"seed-0 holds a finished run; leave out seed 0 or choose another folder"):
+            small(recipe, [0, 4], tmp_path, resume=resume)
+    with pytest.raises(ValueError, match=r"seed-0 holds a run already; choose another folder"):
+        alone(other, 0, own)
+    with pytest.raises(ValueError, match=r"another recipe: lr is 0.001 there and 0.01 here"):
+        alone(other, 0, own, resume=True)
+    with pytest.raises(ValueError, match=r"seed-0 holds a finished run, and there is no checkpoint to go on from"):
+        alone(ONCE, 0, own, resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_seeds_that_follow_others_begin_with_no_checkpoint(tmp_path):
+    small(ONCE, [0, 1], tmp_path)
+    small(RECIPE, [2, 3], tmp_path, limit=20)
+    assert checkpoint.steps(tmp_path / "together" / "checkpoints") == [20]
+
+
+def test_seeds_take_over_nothing_of_others_whose_checkpoints_cannot_be_deleted(tmp_path, monkeypatch):
+    small(ONCE, [0, 1], tmp_path)
+    common = tmp_path / "together" / "checkpoints"
+    shutil.copytree(common, tmp_path / "left")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **options: None)
+        poison(patch, 2, 0)
+        bad, good = small(RECIPE, [2, 3], tmp_path, resume=True, limit=4)
+    assert (good.stopped, good.step) == ("limit", 4)
+    assert bad.stopped.endswith("; there was no checkpoint yet")
+    shutil.rmtree(common)
+    shutil.move(tmp_path / "left", common)
+    with pytest.raises(ValueError, match=r"checkpoints is of the seeds \[0, 1\], not of \[2, 3\]; delete it to begin"):
+        small(RECIPE, [2, 3], tmp_path, resume=True)
+
+
+def test_recipe_and_row_stay_where_seeds_go_on(tmp_path):
+    small(RECIPE, [1, 2], tmp_path, limit=3, about={"name": "one"})
+    (tmp_path / "seed-2" / "row.json").unlink()
+    before = [path.read_text() for path in sorted(tmp_path.glob("*/recipe.json"))]
+    small(replace(RECIPE, note="in other words"), [1, 2], tmp_path, limit=4, resume=True, about={"name": "two"})
+    assert [path.read_text() for path in sorted(tmp_path.glob("*/recipe.json"))] == before
+    rows = [json.loads((tmp_path / f"seed-{seed}" / "row.json").read_text()) for seed in (1, 2)]
+    assert rows == [{"name": "one"}, {"name": "two"}]
 
 
 @pytest.mark.parametrize("group", [1, 3, 64])

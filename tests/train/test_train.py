@@ -384,6 +384,19 @@ def test_what_is_told_of_a_row_may_change_before_it_is_resumed(tmp_path):
     assert {name for name in whole if resumed[name] != whole[name]} == {"recipe", "used"}  # whose files name the recipe
 
 
+def test_recipe_and_row_stay_where_a_run_goes_on(tmp_path):
+    def told():
+        return [json.loads((tmp_path / name).read_text()) for name in ("recipe.json", "row.json")]
+
+    (tmp_path / "row.json").write_text("of a run that never came to its first checkpoint")
+    tiny(RECIPE, tmp_path, limit=3)
+    assert not (tmp_path / "row.json").exists()
+    tiny(RECIPE, tmp_path, limit=4, resume=True, about={"name": "one"})
+    assert told() == [{"seed": 0, "recipe": RECIPE.to_dict()}, {"name": "one"}]
+    tiny(replace(RECIPE, note="in other words"), tmp_path, limit=5, resume=True, about={"name": "two"})
+    assert told() == [{"seed": 0, "recipe": RECIPE.to_dict()}, {"name": "one"}]
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path):
     tiny(RECIPE, tmp_path, limit=3)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

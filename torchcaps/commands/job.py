@@ -21,7 +21,7 @@ from torchcaps.finish import finish, validate
 from torchcaps.models import create_model
 from torchcaps.recipes import differing
 from torchcaps.results import Result, read
-from torchcaps.runs import open_run, read_json, read_recipe, write_json
+from torchcaps.runs import open_run, read_json, read_recipe
 from torchcaps.train import checkpoint, train
 from torchcaps.train.folder import Run, check_folder
 from torchcaps.train.optim import create_optimizer, learning_rate
@@ -45,7 +45,7 @@ class Job:
     test_images: int | None = None
 
     def run(self, together: bool = False) -> int:
-        recipe, options = self.row.recipe, self.options
+        recipe, options = self.row.recipe, {**self.options, "about": self.row.about()}
         read(self.ledger)
         check(recipe)
         world = options["devices"] * options["nodes"]
@@ -58,8 +58,6 @@ class Job:
         data = self.load() if waiting else None
         if leads():
             print("\n".join([*described(self.row), *self.places(waiting)]), flush=True)
-            for seed in waiting:
-                self.name_folder(seed)
         figures: list[Result] = []
         failed: list[int] = []
         if together and waiting:
@@ -115,13 +113,6 @@ class Job:
             if seed in members and begun:
                 raise ValueError(f"seed {seed} is trained together with others in {common}; add --together")
 
-    def name_folder(self, seed: int) -> None:
-        """Says in the folder what is trained there, for whoever finds it half done."""
-        path = self.folders[seed] / "row.json"
-        if not path.exists() or not checkpoint.steps(path.parent / "checkpoints"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.row.about())
-
     def trained(self, seed: int) -> bool:
         """Whether a seed needs no training any more; refuses folders that hold something else."""
         folder = self.folders[seed]
@@ -141,7 +132,6 @@ class Job:
         paused = [run for run in runs if run.stopped in PAUSES]
         if leads():
             for run in runs:
-                write_json(run.folder / "row.json", self.row.about())
                 if not run.finished and run not in paused:
                     print(f"torchcaps: seed {run.seed} failed: {run.stopped}", file=sys.stderr, flush=True)
             if paused:

@@ -53,12 +53,10 @@ def quick(*, out: str = "runs", device: str = "auto") -> int:
 
 def _train(row: Row, folder: Path, data: Any, device: str) -> int:
     """The exit code: 0 for a run at its end."""
-    from torchcaps.runs import write_json
     from torchcaps.train import train
 
     print("\n".join(described(row)), flush=True)
-    run = train(row.recipe, out=folder, data=data, device=device, resume=True)
-    write_json(folder / "row.json", row.about())
+    run = train(row.recipe, out=folder, about=row.about(), data=data, device=device, resume=True)
     if run.finished:
         return 0
     print(f"saved at step {run.step}; the same command goes on", file=sys.stderr, flush=True)

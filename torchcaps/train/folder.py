@@ -1,7 +1,7 @@
 """The folder of a run: what it holds, and how it is written so that nothing in it is ever half there.
 
-recipe.json, checkpoints/, metrics.csv, times.csv, routing.jsonl, epochs/, weights.safetensors and final.json; of seeds
-trained together, last.safetensors where another epoch was selected.
+recipe.json, row.json where it belongs to one, checkpoints/, metrics.csv, times.csv, routing.jsonl, epochs/,
+weights.safetensors and final.json; of seeds trained together, last.safetensors where another epoch was selected.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class Folder:
         self._guarded(step, lambda: checkpoint.save_weights(self.path / name, weights, about))
 
     def write_final(self, step: int, final: dict[str, Any]) -> None:
-        content = json.dumps(final, indent=2).encode() + b"\n"
-        self._guarded(step, lambda: checkpoint.write(self.path / "final.json", content))
+        self._guarded(step, lambda: checkpoint.write(self.path / "final.json", as_json(final)))
 
     def intact(self) -> str:
         """The end of a sentence about what went wrong."""
@@ -149,27 +148,41 @@ def load_saved(path: Path) -> Saved:
 
 def check_folder(out: Path, recipe: Recipe, seed: int, resume: bool) -> None:
     """Refuses a folder that holds another run, or this one where it is not to be resumed."""
-    if not checkpoint.steps(out / "checkpoints"):
+    begun = checkpoint.steps(out / "checkpoints")
+    if not begun and not (out / "final.json").exists():
         return
     if not resume:
-        raise ValueError(f"{out} holds a run already; resume it or choose another folder")
+        raise ValueError(f"{out} holds a run already; {'resume it or ' if begun else ''}choose another folder")
     path, mine = out / "recipe.json", {"seed": seed, **recipe.to_dict()}
     try:
         content = json.loads(path.read_text())
         theirs = {"seed": content["seed"], **DEFAULTS, **content["recipe"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read, so it is not known whose checkpoints these are: {error}") from None
+        raise ValueError(f"{path} cannot be read, so it is not known whose run this is: {error}") from None
     if (name := differing(mine, theirs)) is not None:
         raise ValueError(
             f"{out} holds a run of another recipe: {name} is {theirs.get(name)!r} there and {mine[name]!r} here"
         )
 
 
-def write_recipe(out: Path, recipe: Recipe, seed: int) -> None:
-    """recipe.json, where it is not known yet whose checkpoints there will be."""
-    if not checkpoint.steps(out / "checkpoints"):
-        content = {"seed": seed, "recipe": recipe.to_dict()}
-        checkpoint.write(out / "recipe.json", json.dumps(content, indent=2).encode() + b"\n")
+def check_checkpoints(out: Path) -> None:
+    """Refuses a finished run that has no checkpoint, as of seeds trained together: it would begin again."""
+    if (out / "final.json").exists() and not checkpoint.steps(out / "checkpoints"):
+        raise ValueError(f"{out} holds a finished run, and there is no checkpoint to go on from; choose another folder")
+
+
+def write_recipe(out: Path, recipe: Recipe, seed: int, about: dict[str, Any] | None, begins: bool) -> None:
+    """recipe.json and row.json. Those of a run that goes on stay; it gets the latter where there is none."""
+    row = out / "row.json"
+    if begins:
+        checkpoint.write(out / "recipe.json", as_json({"seed": seed, "recipe": recipe.to_dict()}))
+        row.unlink(missing_ok=True)
+    if about is not None and not row.exists():
+        checkpoint.write(row, as_json(about))
+
+
+def as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

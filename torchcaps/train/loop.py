@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from torchcaps.evaluate import Predictions, headline_error, predict
 from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import Recipe
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import Folder, Run, check_folder, write_recipe
+from torchcaps.train.folder import Folder, Run, check_checkpoints, check_folder, write_recipe
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import (
     RunError,
@@ -66,6 +67,7 @@ def train(
     save_every: float = 60.0,
     log: Log | str | None = "auto",
     tensorboard: bool | None = None,
+    about: dict[str, Any] | None = None,
 ) -> Run:
     """Trains a recipe in a folder of its own: recipe.json, checkpoints, metrics.csv, weights.safetensors, final.json.
 
@@ -84,6 +86,7 @@ def train(
         save_every: seconds between checkpoints; one is also written at the end and on SIGTERM and Ctrl-C.
         log: "auto" for a bar or lines on stderr, None for silence.
         tensorboard: scalars into the folder; by default where it is installed and `log` is not None.
+        about: what row.json says of the run, such as the table it belongs to; a run that goes on keeps its own.
     """
     recipe = replace(recipe, precision=precision or recipe.precision)
     check(recipe)
@@ -97,6 +100,7 @@ def train(
     with ExitStack() as stack:
         on_first_rank(fabric, lambda: stack.enter_context(checkpoint.locked(out)))
         on_first_rank(fabric, lambda: check_folder(out, recipe, seed, resume))
+        on_first_rank(fabric, lambda: check_checkpoints(out))
         stack.enter_context(numerics(recipe.precision, deterministic))
         if capture:
             stack.enter_context(own_stream(fabric.device))
@@ -111,7 +115,7 @@ def train(
         if lead and (tensorboard or (tensorboard is None and log is not None)):
             session.shown = Board.around(shown, out / "tensorboard", session.purge_step(), needed=bool(tensorboard))
         stack.callback(session.shown.close)
-        on_first_rank(fabric, lambda: write_recipe(out, recipe, seed))
+        on_first_rank(fabric, lambda: write_recipe(out, recipe, seed, about, begins=not session.now.step))
         session.stop = stack.enter_context(signals())
         with ranks.watched(lambda: f" at step {session.now.step}{folder.intact()}"):
             return session.finish(loop(session, limit, save_every))

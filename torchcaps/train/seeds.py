@@ -118,7 +118,8 @@ class Seeds:
         """Puts a seed aside. What the last checkpoint has of it becomes one in its own folder."""
         seed, folder = self.seeds[k], self.folders[k]
         found = checkpoint.latest(self.common.checkpoints, notice=self.shown.say)
-        if found is not None and found.step > max(checkpoint.steps(folder.checkpoints), default=-1):
+        last = max(checkpoint.steps(folder.checkpoints), default=-1)
+        if found is not None and found.state["seeds"] == self.seeds and found.step > last:
             folder.save(found.step, *part(found, k))
         self.over[k] = f"seed {seed}: {reason}{folder.intact()}"
         self.shown.say(f"{self.over[k]}; the other seeds go on" if self.active() else self.over[k])
@@ -154,6 +155,9 @@ class Seeds:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
+        if state["seeds"] != self.seeds:
+            place, theirs = self.common.checkpoints, state["seeds"]
+            raise ValueError(f"{place} is of the seeds {theirs}, not of {self.seeds}; delete it to begin again")
         self.teachers.check_same(state.get("teachers", {}))
         self.stack.all.load_state_dict(found.weights)
         load_moments(self.optimizer, state["optimizer"])

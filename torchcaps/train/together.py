@@ -26,7 +26,7 @@ from torchcaps.functional import widen
 from torchcaps.ops.stream import own_stream
 from torchcaps.recipes import DEFAULTS, Recipe, differing
 from torchcaps.train import checkpoint
-from torchcaps.train.folder import Run, check_folder, write_recipe
+from torchcaps.train.folder import Run, as_json, check_folder, write_recipe
 from torchcaps.train.loop import CHECK_EVERY, Interrupted
 from torchcaps.train.optim import learning_rate
 from torchcaps.train.prepare import check, create_fabric, create_network, load_data, may_capture, numerics, signals
@@ -54,6 +54,7 @@ def train_together(
     limit: int | None = None,
     save_every: float = 60.0,
     log: Log | str | None = "auto",
+    about: dict[str, Any] | None = None,
 ) -> list[Run]:
     """Trains seed s into the folder out/seed-s, all seeds in one loop; checkpoints of all are in out/together.
 
@@ -79,6 +80,7 @@ def train_together(
         context.enter_context(checkpoint.locked(out / "together"))
         new, asked = starts_anew(out, seeds), seeds
         seeds = check_together(out, recipe, seeds, new, resume)
+        resume = resume and not new  # what others left is not gone on from
         for seed in seeds:
             context.enter_context(checkpoint.locked(out / f"seed-{seed}"))
             check_folder(out / f"seed-{seed}", recipe, seed, resume)
@@ -93,10 +95,9 @@ def train_together(
             networks.append(create_network(recipe, data, fabric, channels_last).to(fabric.device))
         session = Together(recipe, seeds, out, fabric, Stack(networks), data, shown, capture)
         del networks
-        if new:
-            write_recipes(out, recipe, seeds)
         if resume and (found := checkpoint.latest(session.common.checkpoints, notice=shown.say)) is not None:
             session.restore(found)
+        write_recipes(out, recipe, seeds, about, new)
         session.stop = context.enter_context(signals())
         runs = session.finish(session.loop(limit, save_every))
         return [run for run in runs if run.seed in asked]
@@ -245,8 +246,11 @@ def check_together(out: Path, recipe: Recipe, seeds: list[int], new: bool, resum
     """The seeds that are trained in this folder. Refuses one with other seeds, with another recipe, or with runs."""
     if new:
         for seed in seeds:
-            if checkpoint.steps(out / f"seed-{seed}" / "checkpoints"):
-                raise ValueError(f"{out / f'seed-{seed}'} holds a run of its own; resume it without --together")
+            folder = out / f"seed-{seed}"
+            if (folder / "final.json").exists():
+                raise ValueError(f"{folder} holds a finished run; leave out seed {seed} or choose another folder")
+            if checkpoint.steps(folder / "checkpoints"):
+                raise ValueError(f"{folder} holds a run of its own; resume it without --together")
         return seeds
     if not resume:
         raise ValueError(f"{out} holds runs already; resume them or choose another folder")
@@ -255,7 +259,7 @@ def check_together(out: Path, recipe: Recipe, seeds: list[int], new: bool, resum
         content = json.loads(path.read_text())
         theirs, fields = list(content["seeds"]), {**DEFAULTS, **content["recipe"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read, so it is not known whose checkpoints these are: {error}") from None
+        raise ValueError(f"{path} cannot be read, so it is not known whose runs these are: {error}") from None
     if not set(seeds) <= set(theirs):
         raise ValueError(f"{out} holds the seeds {theirs}, which are trained together; {seeds} are not among them")
     mine = recipe.to_dict()
@@ -266,10 +270,10 @@ def check_together(out: Path, recipe: Recipe, seeds: list[int], new: bool, resum
     return theirs
 
 
-def write_recipes(out: Path, recipe: Recipe, seeds: list[int]) -> None:
-    """recipe.json of all and of each, in place of those that were trained there before."""
-    shutil.rmtree(out / "together" / "checkpoints", ignore_errors=True)
-    content = {"seeds": seeds, "recipe": recipe.to_dict()}
-    checkpoint.write(out / "together" / "recipe.json", json.dumps(content, indent=2).encode() + b"\n")
+def write_recipes(out: Path, recipe: Recipe, seeds: list[int], about: dict[str, Any] | None, new: bool) -> None:
+    """recipe.json of all, in place of that of seeds that were trained there before, and what each has of its own."""
+    if new:
+        shutil.rmtree(out / "together" / "checkpoints", ignore_errors=True)
+        checkpoint.write(out / "together" / "recipe.json", as_json({"seeds": seeds, "recipe": recipe.to_dict()}))
     for seed in seeds:
-        write_recipe(out / f"seed-{seed}", recipe, seed)
+        write_recipe(out / f"seed-{seed}", recipe, seed, about, begins=new)
