@@ -35,7 +35,7 @@ PARTS = {  # so many test images as take some seconds, the same each time, and h
     "capsnet_mnist": (3000, 11),
     "efficient_capsnet_multimnist": (4000, 354),
     "efficient_capsnet_multimnist_resnet": (600, 6),
-    "encapnet18_cifar10": (60, 7),
+    "encapnet18_cifar10": (240, 12),
     "inverted_cifar10": (400, 19),
 }
 
