@@ -180,3 +180,13 @@ def test_a_card_is_written_anew_and_nothing_else(tmp_path):
     append(folder / "results.jsonl", line)
     with pytest.raises(ValueError, match=r"results\.jsonl must have the one line of its run, but it has 2"):
         renew_card(folder)
+
+
+def test_a_backbone_of_another_paper_is_cited():
+    told = card(result(), options={"backbone": "plain5"})
+    assert "\n\nnobody\n\nThe backbone is from another paper: S. An, " in told
+    assert "another paper" not in card(result(), options={"backbone": "simple"})
+    tsai = (
+        "Y.-H. H. Tsai, N. Srivastava, H. Goh, R. Salakhutdinov. Capsules with inverted dot-product attention routing."
+    )
+    assert "another paper" not in card(result(), options={"backbone": "resnet"}, citation=f"{tsai} ICLR 2020.")

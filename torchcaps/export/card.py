@@ -23,6 +23,11 @@ CITATIONS = {
     "Mazzia et al. 2021": "V. Mazzia, F. Salvetti, M. Chiaberge. Efficient-CapsNet: capsule network with "
     "self-attention routing. Scientific Reports 11, 2021.",
 }
+BACKBONES = {  # of which paper a backbone is that is not its preset's own
+    "plain": "S. An, M. Lee, S. Park, H. Yang, J. So. An ensemble of simple convolutional neural network models for "
+    "MNIST digit recognition. arXiv:2008.10400, 2020.",
+    "resnet": CITATIONS["Tsai et al. 2020"],
+}
 INSTALL = (
     "torchcaps needs Python 3.10 or newer and torch 2.10 or newer; in a clone of its repository "
     "`pip install '.[data]'` installs it."
@@ -53,10 +58,19 @@ def model_card(
         "## Use\n\n" + _use(name, about, line, "model.onnx" in files),
         "## Training\n\n" + training(name, line),
         "## Intended use and limits\n\n" + _limits(about),
-        f"## Citation\n\n{about['citation']}\n\nPlease cite the paper for the method, and torchcaps for the weights.",
+        "## Citation\n\n" + _cited(about),
         "## Licence\n\nApache-2.0. `SHA256SUMS` has the checksum of every file, `results.jsonl` the full record.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _cited(about: dict[str, Any]) -> str:
+    backbone = str(about["options"].get("backbone", "")).rstrip("0123456789")
+    source = BACKBONES.get(backbone, about["citation"])
+    sentences = [about["citation"], "Please cite the paper for the method, and torchcaps for the weights."]
+    if source != about["citation"]:
+        sentences.insert(1, f"The backbone is from another paper: {source}")
+    return "\n\n".join(sentences)
 
 
 def _header(name: str, about: dict[str, Any], line: Result) -> str:
