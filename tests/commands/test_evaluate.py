@@ -191,6 +191,9 @@ def test_what_is_the_runs_own_is_no_further_look(capsys, monkeypatch, place, che
 
 def test_another_protocol_is_not_asked_for_what_only_the_first_knows():
     trained = recipes.find("ours:mnist")
+    two = replace(trained, data_args={**trained.data_args, "crops": 2})
+    assert ask.Ask(protocol="sabour2017", crops=2).of(two).crops == 2
+    assert ask.Ask(protocol="ours", crops=2).of(two).plain
     asked_for = ask.Ask(protocol="sabour2017", crops=2).recipe(trained)
     assert (asked_for.protocol, asked_for.data_args) == ("sabour2017", {"crops": 2})
     assert ask.Ask(data="fashion_mnist").recipe(trained).data_args == trained.data_args

@@ -75,7 +75,7 @@ def test_what_is_missing_can_be_trained(capsys, monkeypatch):
     entries = [entry for group in GROUPS for entry in group.entries]
     lines = [line for line in missing([]).splitlines() if not line.startswith(" ")]
     assert len(lines) == len(entries) + len(recipes.tables()["ours"].ROWS) + len(TESTED_ON_OTHERS)
-    assert "# torchcaps evaluate RUN... --data multimnist_relative, for runs of ours:multimnist-resnet" in lines
+    assert "# torchcaps evaluate RUN... --data multimnist_relative, with runs of ours:multimnist-resnet" in lines
     assert sum(line.startswith("# torchcaps evaluate --ensemble") for line in lines) == 6
     assert "torchcaps train tsai2020_table1:inverted-resnet-cifar10 --model-args.iterations 1" in lines
     run = result()

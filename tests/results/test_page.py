@@ -15,6 +15,7 @@ from torchcaps.results.again import commands, in_full
 from torchcaps.results.notes import in_short
 from torchcaps.results.page import not_run, render_page
 from torchcaps.results.plan import GROUPS
+from torchcaps.results.readme import render_readme_section
 from torchcaps.results.tables import disagreement, render
 from torchcaps.shorten import shortened
 
@@ -159,10 +160,21 @@ def test_a_look_at_old_weights_is_no_further_run():
     assert "looked at again: 0.320 (with data\\_args.crops = 1, n = 1); the test set was read more than once\n" in page
     assert "1 views" not in page
     told = commands([run, alone])
-    assert "# torchcaps evaluate RUN... --crops 1, for runs of ours:mnist-views, seed 0\n" in told
-    assert told.count("torchcaps train") == 1
-    kept = replace(run, look=True, test_reads=2, epochs=7)
-    assert "# torchcaps evaluate RUN... --epoch 7, for runs of ours:mnist-views, seed 0\n" in commands([run, kept])
+    train = "torchcaps train ours:mnist-views"
+    assert told.startswith(f"{train}\n    # error 0.300")
+    assert f"# torchcaps evaluate RUN... --crops 1, with the runs of {train}, seed 0\n    # error 0.320" in told
+    curves = {"loss": [0.5] * 60}
+    at_seven, at_nine = (
+        result("ours:mnist-views", 0.007, look=True, epochs=epoch, curves=curves, recipe=run.recipe) for epoch in (7, 9)
+    )
+    kept = commands([replace(run, curves=curves), at_seven, at_nine, replace(at_nine, seed=1, epochs=60)])
+    for seed, words in ((0, " --epoch 7"), (0, " --epoch 9"), (1, "")):
+        assert f"# torchcaps evaluate RUN...{words}, with the runs of {train}, seed {seed}\n" in kept
+    whole = result("ours:mnist-views-ensemble", members=("a", "b"))
+    cropped = result("ours:mnist-views-ensemble", members=("a", "b"), look=True, changes={"data_args.crops": 1})
+    both = commands([whole, cropped])
+    assert "# torchcaps evaluate --ensemble, with the folders of a, b\n" in both
+    assert "# torchcaps evaluate --ensemble --crops 1, with the folders of a, b\n" in both
 
 
 def test_a_look_never_stands_before_the_run_itself():
@@ -176,11 +188,14 @@ def test_a_look_never_stands_before_the_run_itself():
         assert "looked at again: 80.00 (with batch\\_size = 64, n = 1); trained weights, tested on other data" in page
     assert rows(render_page([run, replace(look, recipe=run.recipe)]), "9")[0][3] == "90.00"
     assert name in [entry.row for _, entry in not_run([look])]
+    assert rows(render_page([look]), "9")[0][3] == "not run"
+    assert "CapsNet" not in render_readme_section([look])
     assert not in_full([look])
     official = result("mazzia2021_table2:efficient-official", test_reads=101, data={"validation": "a", "test": "a"})
     again = replace(official, look=True, test_reads=102)
-    assert "evaluate RUN..." in commands([again])
-    assert "torchcaps train" not in commands([again])
+    assert commands([again]).startswith(
+        "# torchcaps evaluate RUN..., with the runs of torchcaps train mazzia2021_table2:"
+    )
 
 
 def test_a_test_on_other_data_is_a_row_of_its_own_and_no_training():

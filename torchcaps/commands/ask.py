@@ -36,12 +36,10 @@ class Ask:
 
     def of(self, recipe: Recipe) -> Ask:
         """Without what is the recipe's own."""
-        return replace(
-            self,
-            data="" if self.data == recipe.data else self.data,
-            protocol="" if self.protocol == recipe.protocol else self.protocol,
-            crops=None if self.crops == views(recipe.data_args) else self.crops,
-        )
+        data = "" if self.data == recipe.data else self.data
+        protocol = "" if self.protocol == recipe.protocol else self.protocol
+        own = not data and not protocol and self.crops == views(recipe.data_args)
+        return replace(self, data=data, protocol=protocol, crops=None if own else self.crops)
 
     def key(self) -> dict[str, Any]:
         other = {"data": self.data} if self.data else {}

@@ -52,7 +52,7 @@ OF_A_LOOK = (
 def check(folder: Path, ask: Ask) -> Ask:
     """Refuses what cannot be asked, before anything is read or written; gives what is asked beyond a run's own test."""
     if is_exported(folder):
-        ask = ask.of(_result(folder)[0])
+        ask = ask.of(_trained_by(folder))
         if ask.results:
             if ask.plain or ask.split == "validation":
                 raise ValueError(
@@ -61,6 +61,7 @@ def check(folder: Path, ask: Ask) -> Ask:
             if ask.images is not None:
                 raise ValueError(f"a test of {ask.images} images gets no line; leave --results or --images out")
             read(ask.results)
+            _result(folder)
         return ask
     check_run(folder)
     if ask.epoch is None:
@@ -112,7 +113,7 @@ def exported(folder: Path, ask: Ask) -> Found:
 
 def _note_exported(folder: Path, ask: Ask, recipe: Recipe, data: dict[str, str], found: Figures) -> None:
     """A line of the look, unless the file has it."""
-    _, own = _result(folder)
+    own = _result(folder)
     of_training = {name: value for name, value in vars(own).items() if name not in OF_A_LOOK}
     reads = 1 if ask.data else own.test_reads + 1
     of_look = {"recipe": recipe.to_dict(), "data": data, "test": found, "test_reads": reads, "look": True}
@@ -122,10 +123,22 @@ def _note_exported(folder: Path, ask: Ask, recipe: Recipe, data: dict[str, str],
         append_line(Path(ask.results), line)
 
 
-def _result(folder: Path) -> tuple[Recipe, Result]:
-    """How exported weights were trained, and the line of their test."""
-    line = from_line(json.dumps(find_pretrained(folder).about["result"]))
-    return recipes.from_dict(line.recipe), line
+def _trained_by(folder: Path) -> Recipe:
+    """How exported weights were trained."""
+    about = find_pretrained(folder).about
+    try:
+        return recipes.from_dict(about["result"]["recipe"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} does not say how its weights were trained: {error}") from None
+
+
+def _result(folder: Path) -> Result:
+    """The line of exported weights' test."""
+    about = find_pretrained(folder).about
+    try:
+        return from_line(json.dumps(about["result"]))
+    except ValueError as error:
+        raise ValueError(f"{folder} does not have the line of its test: {error}") from None
 
 
 def tested(folder: Path, ask: Ask) -> Result:

@@ -27,8 +27,8 @@ def commands(results: Iterable[Result]) -> str:
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in sorted(results, key=lambda result: (result.table, result.row, result.seed)):
         if f"{result.table}:{result.row}" in recipes.names():
-            key = result.members or tuple(words(result))
-            groups.setdefault((key, result.together, result.look, result.defect), []).append(result)
+            how = tuple(words(result)), result.members, result.together, result.look, _kept(result), result.defect
+            groups.setdefault(how, []).append(result)
     return "\n".join(line for group in groups.values() for line in _lines(latest(group)[0]))
 
 
@@ -37,7 +37,8 @@ def missing(results: Iterable[Result]) -> str:
     lines = []
     for group, entry in not_run(results):
         command = shlex.join(["torchcaps", "train", entry.row, *_switches(entry.changes)])
-        remark = _of_look(entry.row, entry.changes) if entry.look else _of_members(entry.row)
+        look = f"# torchcaps evaluate RUN...{_after(_asked(entry.changes))}, with runs of {entry.row}"
+        remark = look if entry.look else _of_members(entry.row)
         lines += [remark or command, f"    # {group.title}: {entry.label}"]
     return "\n".join(lines)
 
@@ -75,12 +76,21 @@ def _of_members(row: str) -> str:
     return f"# torchcaps evaluate --ensemble RUN... --row {row}" * ensemble
 
 
-def _of_look(row: str, changes: Mapping[str, Any], epoch: int | None = None) -> str:
-    """Nor are weights that are tested anew; what they are asked for is among the changes."""
+def _asked(changes: Mapping[str, Any], epoch: int | None = None) -> list[str]:
+    """What `torchcaps evaluate` is told for a look with these changes of a row."""
     asked = {path.partition(".")[2] or path: value for path, value in changes.items() if path in ASKED}
-    if epoch is not None:
-        asked["epoch"] = epoch
-    return f"# torchcaps evaluate {shlex.join(['RUN...', *_switches(asked)])}, for runs of {row}"
+    return _switches(asked if epoch is None else {**asked, "epoch": epoch})
+
+
+def _after(options: list[str]) -> str:
+    return "".join(f" {word}" for word in options)
+
+
+def _kept(result: Result) -> int | None:
+    """The epoch that a look was at, where it was another than the run's own."""
+    curves = result.curves
+    trained = curves["epoch"][-1] if curves.get("epoch") else len(next(iter(curves.values()), []))
+    return result.epochs if result.look and trained and result.epochs != trained else None
 
 
 def _share(row: recipes.Recipe, run: Result) -> float:
@@ -89,11 +99,15 @@ def _share(row: recipes.Recipe, run: Result) -> float:
     return images * run.epochs / row.epochs
 
 
-def words(result: Result) -> list[str]:
-    """What `torchcaps` is called with for this run, but for its seed."""
+def words(result: Result, without: Iterable[str] = ()) -> list[str]:
+    """What `torchcaps` is called with for this run, but for its seed.
+
+    Args:
+        without: fields that are left out.
+    """
     row, epochs = recipes.find(f"{result.table}:{result.row}"), result.recipe.get("epochs", result.epochs)
     found = ["train", f"{result.table}:{result.row}"]
-    changes = changed(row, result.recipe)
+    changes = {path: value for path, value in changed(row, result.recipe).items() if path not in without}
     if is_shortened(row, result.recipe, epochs, exactly=True) and any(path in MOVED for path in changes):
         found += ["--shorten", str(epochs)]
         changes = {path: value for path, value in changes.items() if path not in MOVED}
@@ -110,13 +124,13 @@ def _switches(changes: Mapping[str, Any]) -> list[str]:
 
 def _lines(runs: list[Result]) -> list[str]:
     first = runs[0]
+    asked = _asked(changed(recipes.find(f"{first.table}:{first.row}"), first.recipe), _kept(first)) * first.look
     if first.members:
-        lines = [f"# torchcaps evaluate --ensemble, with the folders of {', '.join(first.members)}"]
+        lines = [f"# torchcaps evaluate --ensemble{_after(asked)}, with the folders of {', '.join(first.members)}"]
     elif first.look:
-        row = f"{first.table}:{first.row}"
-        kept = first.epochs if first.epochs != first.recipe.get("epochs") and not first.reached else None
         seeds = ", ".join(f"seed {seed}" for seed in sorted(run.seed for run in runs))
-        lines = [f"{_of_look(row, changed(recipes.find(row), first.recipe), kept)}, {seeds}"]
+        runs_of = shlex.join(["torchcaps", *words(first, without=ASKED)])
+        lines = [f"# torchcaps evaluate RUN...{_after(asked)}, with the runs of {runs_of}, {seeds}"]
     else:
         together = first.together > 1
         lines = [

@@ -150,7 +150,7 @@ def _table(group: Group, claimed: Mapping[int, list[Result]]) -> str:
 
 def _common_epochs(claimed: Iterable[list[Result]]) -> int | None:
     """The most epochs that all rows with runs have been trained for."""
-    found = [{run.epochs for run in runs if not run.defect} for runs in claimed]
+    found = [{run.epochs for run in runs if not run.defect and not run.look} for runs in claimed]
     return max(set.intersection(*(epochs for epochs in found if epochs)), default=None) if any(found) else None
 
 
@@ -198,7 +198,9 @@ def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> 
         label = with_settings(entry.label, how)
         cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
         lines.append((cells, [*said, *_otherwise(metrics[0], runs), *remarks(runs, replaced(metrics[0], earlier))]))
-    return lines or [((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said)]
+    if not lines or (not entry.look and all(run.look for run in results)):
+        lines.insert(0, ((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said))
+    return lines
 
 
 def alike(recipe: Recipe, results: Iterable[Result], first: int | None = None) -> list[tuple[str, list[Result]]]:

@@ -19,7 +19,11 @@ def render_readme_section(results: Sequence[Result], groups: Iterable[Group] | N
     claimed = claimed_by(results, [entry for group in groups for entry in group.entries])
     lines = []
     for group in groups:
-        ran = [entry for entry in group.entries if claimed[id(entry)] and not group.curves]
+        ran = [
+            entry
+            for entry in group.entries
+            if not group.curves and any(run.look <= entry.look for run in claimed[id(entry)])
+        ]
         lines += [f"| **{escaped(group.title)}** | | | | | | |"] * bool(ran)
         for entry in ran:
             (label, metric, printed, found, n, protocol, epochs, took, _), _ = lines_of(entry, claimed[id(entry)])[0]
