@@ -86,7 +86,7 @@ def test_each_file_is_what_its_json_says(name):
 @pytest.mark.parametrize("name", [*shipped(), *HUB])
 def test_its_line_stands_in_the_published_results(name):
     """But for the curves and the points of the reliability diagram."""
-    own, published = {"teachers": {}, "defect": "", **find_pretrained(name).about["result"]}, []
+    own, published = {"teachers": {}, "look": False, "defect": "", **find_pretrained(name).about["result"]}, []
     for line in read(ROOT / "results"):
         values = json.loads(line.line())
         del values["curves"]
