@@ -182,6 +182,14 @@ def test_a_card_is_written_anew_and_nothing_else(tmp_path):
         renew_card(folder)
 
 
+def test_ways_of_training_from_other_papers_are_cited():
+    plain = result()
+    assert "Hinton, O. Vinyals" not in card(plain) and "TrivialAugment: " not in card(plain)
+    told = card(result(recipe={**plain.recipe, "teachers": ["hub/one"], "data_args": {"trivial": True}}))
+    assert "\n\nLearning from teachers: G. Hinton, O. Vinyals, J. Dean. " in told
+    assert "\n\nAugmentation: S. Müller, F. Hutter. TrivialAugment: " in told
+
+
 def test_a_backbone_of_another_paper_is_cited():
     told = card(result(), options={"backbone": "plain5"})
     assert "\n\nnobody\n\nThe backbone is from another paper: S. An, " in told

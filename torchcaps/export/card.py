@@ -28,6 +28,8 @@ BACKBONES = {  # of which paper a backbone is that is not its preset's own
     "MNIST digit recognition. arXiv:2008.10400, 2020.",
     "resnet": CITATIONS["Tsai et al. 2020"],
 }
+TAUGHT = "G. Hinton, O. Vinyals, J. Dean. Distilling the knowledge in a neural network. arXiv:1503.02531, 2015."
+TRIVIAL = "S. Müller, F. Hutter. TrivialAugment: tuning-free yet state-of-the-art data augmentation. ICCV 2021."
 INSTALL = (
     "torchcaps needs Python 3.10 or newer and torch 2.10 or newer; in a clone of its repository "
     "`pip install '.[data]'` installs it."
@@ -58,19 +60,22 @@ def model_card(
         "## Use\n\n" + _use(name, about, line, "model.onnx" in files),
         "## Training\n\n" + training(name, line),
         "## Intended use and limits\n\n" + _limits(about),
-        "## Citation\n\n" + _cited(about),
+        "## Citation\n\n" + _cited(about, line.recipe),
         "## Licence\n\nApache-2.0. `SHA256SUMS` has the checksum of every file, `results.jsonl` the full record.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _cited(about: dict[str, Any]) -> str:
+def _cited(about: dict[str, Any], recipe: dict[str, Any]) -> str:
     backbone = str(about["options"].get("backbone", "")).rstrip("0123456789")
     source = BACKBONES.get(backbone, about["citation"])
-    sentences = [about["citation"], "Please cite the paper for the method, and torchcaps for the weights."]
-    if source != about["citation"]:
-        sentences.insert(1, f"The backbone is from another paper: {source}")
-    return "\n\n".join(sentences)
+    others = [
+        *([f"The backbone is from another paper: {source}"] * (source != about["citation"])),
+        *([f"Learning from teachers: {TAUGHT}"] * bool(recipe.get("teachers"))),
+        *([f"Augmentation: {TRIVIAL}"] * bool(recipe["data_args"].get("trivial"))),
+    ]
+    thanks = "Please cite the paper for the method, and torchcaps for the weights."
+    return "\n\n".join([about["citation"], *others, thanks])
 
 
 def _header(name: str, about: dict[str, Any], line: Result) -> str:
