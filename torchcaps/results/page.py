@@ -35,15 +35,15 @@ READING = re.compile(r"<!-- reading (\S+): begin -->\n(.*?)<!-- reading \1: end 
 INTRODUCTION = (
     "Rendered by `torchcaps table --page RESULTS.md` from the lines in `results/`, but for the parts headed Reading. "
     "Ours is the mean ± standard deviation over n seeds, on the test set, which is read once for each run unless a "
-    "note or a reading says otherwise; epochs are selected on held-out training images unless a protocol says "
-    "otherwise. Shortened rows were trained for fewer epochs, or images, than their recipe has. Of seeds that were "
-    "trained at once, each took its share of the whole time; an ensemble's time is that of its members added up. Most "
-    "runs on a GPU had two to four others beside them, so they took longer than they would alone. No paper trained in "
-    "bf16, as most runs did here; short trainings in float32 differed by no more than chance, but EM was not compared "
-    "([docs/speed.md](docs/speed.md)). Tests on a GPU before commit b95f625 convolved in TF32, which can move a figure "
-    "a little. `torchcaps table --commands` prints the command behind each line, `--missing` "
-    "those of the rows that have not been run, and `--shortened` those that would train in full what was shortened, "
-    "with the time it takes."
+    "note or a reading says otherwise; the column protocol says whether the last epoch counts, or the best on held-out "
+    "training images or on the test set. Shortened rows were trained for fewer epochs, or images, than their recipe "
+    "has. Of seeds that were trained at once, each has its share of the whole time; an ensemble's time is that of its "
+    "members added up. Most runs on a GPU had two to four others beside them, and some were paused for these, so they "
+    "took longer than they would alone. No paper trained in bf16, as most runs did here; short trainings in float32 "
+    "differed by no more than chance, but EM was not compared ([docs/speed.md](docs/speed.md)). Most tests on a GPU "
+    "convolved in TF32, which can move a figure a little ([results/README.md](results/README.md)). "
+    "`torchcaps table --commands` prints the command behind each line, `--missing` those of the rows that have not been "
+    "run, and `--shortened` those that would train in full what was shortened, with the time it takes."
 )
 
 
