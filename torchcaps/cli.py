@@ -216,11 +216,13 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "evaluate": annotated(
         evaluate_runs,
         runs=(tyro.conf.Positional, arg(metavar="RUN", help_behavior_hint="")),
+        data=arg(metavar="NAME", help_behavior_hint=""),
         protocol=arg(metavar="NAME", help_behavior_hint=""),
         crops=arg(metavar="N", help_behavior_hint=""),
         epoch=arg(metavar="N", help_behavior_hint=""),
         ensemble=arg(metavar="RUN", help_behavior_hint=""),
         members=arg(metavar="N", help_behavior_hint=""),
+        row=arg(metavar="ROW", help_behavior_hint=""),
         images=arg(metavar="N", help_behavior_hint=""),
         results=arg(metavar="FILE", help_behavior_hint=""),
     ),

@@ -70,14 +70,17 @@ def finish(
         if tested is None:
             tested = read_test(opened, data(), found, reads, images)
         line = _line(opened, data, found, tested, table, row)
-        if results is not None and not _holds(Path(results), line):
-            append_line(results, line)
+        if results is not None:
+            add_line(results, line)
         if not (folder / "report.html").exists():
             _report(folder, say)
     return line
 
 
-def append_line(path: str | os.PathLike[str], line: Result) -> None:
+def add_line(path: str | os.PathLike[str], line: Result) -> None:
+    """Adds it to the results, unless they have it."""
+    if any(json.loads(other.line()) == json.loads(line.line()) for other in read(path)):
+        return
     try:
         append(path, line)
     except OSError as error:
@@ -231,11 +234,6 @@ def read_curves(path: Path) -> dict[str, list[float | None]]:
         rows = list(csv.DictReader(file))
     words = [word for word in (rows[0] if rows else {}) if word != "epoch"]
     return {word: [float(row[word]) if row[word] else None for row in rows] for word in words}
-
-
-def _holds(path: Path, line: Result) -> bool:
-    mine = json.loads(line.line())
-    return any(json.loads(other.line()) == mine for other in read(path))
 
 
 def _report(folder: Path, say: Callable[[str], None]) -> None:

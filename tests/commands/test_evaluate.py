@@ -18,6 +18,7 @@ from torchcaps.data.augment import Step
 from torchcaps.finish import load_predictions
 from torchcaps.results import checksums, read
 from torchcaps.runs import open_run
+from torchcaps.train import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -308,8 +309,78 @@ def test_an_ensemble_of_one_recipe_says_how_its_members_were_trained(capsys, mon
     assert line.recipe == replace(own, metric="ensemble_error", seeds=2, reported="0.1", note=row.note).to_dict()
 
 
-def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
-    Path(A, "row.json").unlink()
+def test_an_ensemble_is_not_counted_for_a_row_of_another_network(capsys, monkeypatch):
+    row = replace(recipes.find("quick:digits"), metric="ensemble_error", model="capsnet")
+    monkeypatch.setitem(recipes.tables()["quick"].ROWS, "pairs", row)
+    assert main(["evaluate", A, "--ensemble", B, "--row", "quick:pairs", "--device", "cpu"]) == 2
+    sentence = "torchcaps: quick:pairs is of capsnet, and two/seed-0 is of efficient_capsnet\n"
+    assert capsys.readouterr().err == sentence
+    assert not Path(A, "looks.json").exists()
+
+
+def test_an_ensemble_that_is_known_gets_the_line_of_a_row_that_is_named_later(capsys, monkeypatch):
+    """Once, in the file of the row's own table, with the moment of the look."""
+    row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2)
+    monkeypatch.setitem(recipes.tables()["ours"].ROWS, "pairs", row)
+    asked(capsys, A, "--ensemble", B)
+    *_, first = read(LEDGER)
+    for _ in range(2):
+        (found,) = asked(capsys, A, "--ensemble", B, "--row", "ours:pairs")
+        assert (found["stored"], found["test_reads"]) == (True, 1)
+    (line,) = read("runs/two/ours.jsonl")
+    assert (line.table, line.row, line.members, line.test) == ("ours", "pairs", first.members, first.test)
+    assert (line.finished, line.commit, line.test_reads) == (first.finished, first.commit, 1)
+    assert len(read(LEDGER)) == 3
+
+
+@pytest.mark.parametrize("words", [(A, "--epoch", "1"), (A, "--ensemble", B)])
+def test_a_look_whose_line_could_not_be_written_gets_it_later(words, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torchcaps.finish.append", full)
+        assert main(["evaluate", *words, "--device", "cpu"]) == 2
+    sentence = f"torchcaps: the result could not be written to {LEDGER}: No space left on device; the run is safe\n"
+    assert capsys.readouterr().err == sentence
+    (look,) = json.loads(Path(A, "looks.json").read_text())["looks"]
+    before = len(read(LEDGER))
+    for _ in range(2):
+        (found,) = asked(capsys, *words)
+        assert (found["stored"], found["figures"]) == (True, look["figures"])
+    *_, line = read(LEDGER)
+    assert (len(read(LEDGER)), line.test, line.finished) == (before + 1, look["figures"], look["made"]["finished"])
+    asked(capsys, *words, "--results", "named.jsonl")
+    assert read("named.jsonl") == [line]
+
+
+def test_members_are_locked_while_they_are_tested_together(capsys, place, checksum):
+    before = checksum(place)
+    with checkpoint.locked(Path(B)):
+        assert main(["evaluate", A, "--ensemble", B, "--device", "cpu"]) == 2
+    assert f"in {B}; wait for it" in capsys.readouterr().err
+    assert checksum(place) == before
+
+
+def test_the_epoch_that_a_run_selected_is_no_further_look(capsys, monkeypatch, place, checksum):
+    before = checksum(place)
+    monkeypatch.setattr(looks, "look", None)
+    (found,) = asked(capsys, A, "--epoch", "2")
+    assert (found["stored"], found["test_reads"], found["epoch"]) == (True, 1, 2)
+    assert checksum(place) == before
+
+
+@pytest.mark.parametrize("content", ['{"looks": 3}', '{"looks": [{}]}', '{"looks": [3]}', "{}"])
+def test_looks_that_are_none_are_told(content, capsys):
+    Path(A, "looks.json").write_text(content)
+    assert main(["evaluate", A, "--epoch", "1", "--device", "cpu"]) == 2
+    sentence = f"torchcaps: {A}/looks.json does not hold what has been asked of this run; repair it, or move it away\n"
+    assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize("about", ["", '{"note": "mine"}'])
+def test_a_run_that_another_program_trained_is_named_by_data_and_model(about, capsys):
+    Path(A, "row.json").write_text(about) if about else Path(A, "row.json").unlink()
     Path(A, "result.json").unlink()
     assert told(capsys, A, "--results", "own.jsonl").startswith(A)
     (line,) = read("own.jsonl")
@@ -332,8 +403,18 @@ def test_a_run_that_another_program_trained_is_named_by_data_and_model(capsys):
         (f"{A} --ensemble {B} --members 3", "an ensemble of 3 cannot be chosen from 2 networks"),
         (f"{A} --ensemble {B} --epoch 1", "--ensemble tests runs as their recipes select them; "),
         (f"{A} --ensemble {B} --row quick:digits", "--row names the row of an ensemble, such as ours:mnist-ensemble, "),
-        (f"{A} --row ours:mnist-ensemble", "--row names the row of an ensemble, such as ours:mnist-ensemble, "),
-        (f"{A} --ensemble {B} --row ours:mnist-ensemble", "ours:mnist-ensemble is of mnist, and these networks are "),
+        (f"{A} --row ours:mnist-ensemble", "--row goes with --ensemble, which names the runs that are tested together"),
+        (
+            f"{A} --ensemble {B} --row ours:mnist-ensemble",
+            "ours:mnist-ensemble is of mnist, and two/seed-0 is ",
+        ),
+        (
+            f"{A} --ensemble {B} --row ours:mnist-ensemble --images 5",
+            "a test of 5 images gets no line; leave --row ",
+        ),
+        (f"{A} --ensemble", f"an ensemble takes two runs or more, and {A} is one"),
+        (f"{A} --images 5 --results some.jsonl", "a test of 5 images gets no line; leave --results or --images out"),
+        (f"{A} --epoch 1 --results runs", "runs is a folder; lines are added to a file, such as runs/results.jsonl"),
         (f"{A} --epoch 7", f"epoch 7 of {A} was not kept; the kept ones are 1"),
         (f"{A} --protocol sabour2017", "sabour2017 has no protocol for digits; "),
         (f"{A} --protocol sabor2017", "there is no protocol 'sabor2017'; did you mean sabour2017?"),

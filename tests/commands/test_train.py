@@ -314,7 +314,7 @@ def test_a_refused_command_leaves_what_a_folder_says_of_its_row(small, tmp_path,
     capsys.readouterr()
     with checkpoint.locked(Path("race")):
         assert main([*words, "--lr", "0.5", "--out", "race", "--resume"]) == 2
-    assert capsys.readouterr().err.startswith("torchcaps: another process is training in race; ")
+    assert capsys.readouterr().err.startswith("torchcaps: another process is at work in race; ")
     assert main([*together, "--lr", "0.5", "--resume"]) == 2
     assert capsys.readouterr().err.startswith("torchcaps: many holds runs of another recipe: lr is ")
     assert main([*words, "--seeds", "2", "--together", "--strategy", "ddp", "--out", "new/runs"]) == 2

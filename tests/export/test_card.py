@@ -184,7 +184,8 @@ def test_a_card_is_written_anew_and_nothing_else(tmp_path):
 
 def test_ways_of_training_from_other_papers_are_cited():
     plain = result()
-    assert "Hinton, O. Vinyals" not in card(plain) and "TrivialAugment: " not in card(plain)
+    assert "Hinton, O. Vinyals" not in card(plain)
+    assert "TrivialAugment: " not in card(plain)
     told = card(result(recipe={**plain.recipe, "teachers": ["hub/one"], "data_args": {"trivial": True}}))
     assert "\n\nLearning from teachers: G. Hinton, O. Vinyals, J. Dean. " in told
     assert "\n\nAugmentation: S. Müller, F. Hutter. TrivialAugment: " in told

@@ -277,7 +277,7 @@ def test_a_second_process_is_refused(tmp_path):
     with locked(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode != 0
-    assert "another process is training in" in refused.stderr
+    assert "another process is at work in" in refused.stderr
     assert subprocess.run(command).returncode == 0
 
 

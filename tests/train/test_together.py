@@ -393,7 +393,7 @@ def test_a_folder_of_other_runs_is_refused(tmp_path):
         small(RECIPE, [3], tmp_path, resume=True)
     with pytest.raises(ValueError, match=r"another recipe: lr is 0.001 there and 0.01 here"):
         small(replace(RECIPE, lr=0.01), [1, 2], tmp_path, resume=True)
-    with checkpoint.locked(tmp_path / "seed-2"), pytest.raises(ValueError, match="another process is training"):
+    with checkpoint.locked(tmp_path / "seed-2"), pytest.raises(ValueError, match="another process is at work in"):
         small(RECIPE, [1, 2], tmp_path, resume=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     alone(RECIPE, 5, tmp_path / "other" / "seed-5", limit=3)

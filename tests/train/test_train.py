@@ -406,7 +406,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         tiny(replace(RECIPE, lr=0.01), tmp_path, resume=True)
     with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
         tiny(RECIPE, tmp_path, resume=True, seed=1)
-    with checkpoint.locked(tmp_path), pytest.raises(ValueError, match="another process is training"):
+    with checkpoint.locked(tmp_path), pytest.raises(ValueError, match="another process is at work in"):
         tiny(RECIPE, tmp_path, resume=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 

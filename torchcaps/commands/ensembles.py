@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchcaps import evaluate
 from torchcaps.commands.ask import Ask, Found, answer
-from torchcaps.commands.looks import ledger, looked, looks, name_of, note_look, tested, validation_predictions
-from torchcaps.commands.words import choose
-from torchcaps.evaluate import Figures
-from torchcaps.finish import append_line, figures_of, load_predictions, result_of
-from torchcaps.recipes import TOLD
-from torchcaps.runs import is_exported, look, open_run, read_json
+from torchcaps.commands.counted import looked, looks, note_look, tell, to_tell
+from torchcaps.commands.looks import name_of, tested, validation_predictions
+from torchcaps.commands.words import Row, choose, results_file
+from torchcaps.data import DataSet
+from torchcaps.evaluate import Predictions
+from torchcaps.finish import figures_of, load_predictions, result_of
+from torchcaps.recipes import TOLD, Recipe
+from torchcaps.results import Result, check_ledger
+from torchcaps.runs import Opened, is_exported, look, open_run, read_json
+from torchcaps.train import checkpoint
 
 
 def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") -> Found:
@@ -22,6 +28,45 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
     Args:
         row: whose line this is; if not given, that of the members, where they are all of one recipe.
     """
+    opened = _opened(folders, ask)
+    named = _named(row, opened) if row else None
+    data = {name: ask.load(each) for name, each in opened.items()}
+    chosen = tuple(opened)
+    if members is not None:
+        seen = {n: validation_predictions(each, data[n], ask.recipe(each.recipe), ask) for n, each in opened.items()}
+        chosen = evaluate.choose_members(seen, members)
+    networks = [opened[name] for name in chosen]
+    places = [each.folder for each in networks]
+    table, word = name_of(places[0]) if named is None else (named.table, named.row)
+    path = Path(ask.results) if ask.results else results_file(table, places[0])
+    check_ledger(path)
+    if ask.plain:
+        for folder in places:
+            if not (folder / "result.json").exists():
+                tested(folder, replace(ask, results=""))  # its line is where it was trained
+    key = {"ensemble": sorted(chosen), **ask.key()}
+    with ExitStack() as locks:
+        for folder in sorted(places):
+            locks.enter_context(checkpoint.locked(folder))
+        known = [looked(folder, key) for folder in places]
+        taken = known[0]
+        stored = taken is not None and all(each and each["figures"] == taken["figures"] for each in known)
+        if taken is None or not stored:
+            said = _said(networks, [data[name] for name in chosen], ask)
+            found = figures_of(evaluate.ensemble(said), data[chosen[0]].test)
+            taken = note_look(places, key, found, 1 + _reads(places, ask))
+        alike = all(each.recipe == networks[0].recipe for each in networks)
+        if (alike or named is not None) and ask.images is None and to_tell(taken, bool(row or ask.results)):
+            recipe = ask.recipe(_recipe(networks[0].recipe, named, alike)).to_dict()
+            more: dict[str, Any] = {"table": table, "row": word, "members": chosen}
+            more["chosen_from"] = None if members is None else len(folders)
+            more |= {"test": taken["figures"], "recipe": recipe, "look": not ask.plain, **taken["made"]}
+            tell(places[0], taken, path, _line(networks, data[chosen[0]], alike, **more))
+        return answer("ensemble", ask, taken["figures"], None, _reads(places, ask), stored, chosen)
+
+
+def _opened(folders: list[Path], ask: Ask) -> dict[str, Opened]:
+    """The networks by the names that results give them."""
     for folder in filter(is_exported, folders):
         raise ValueError(f"{folder} is no run folder, and an ensemble is one of runs")
     names = {_short(folder): folder for folder in folders}
@@ -32,52 +77,47 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
     for name, other in opened.items():
         if other.class_names != first.class_names:
             raise ValueError(f"{name} tells other classes apart than {next(iter(opened))}, so they are no ensemble")
-    named = choose(row, {}) if row else None
-    if named is not None and named.recipe.data != first.recipe.data:
-        raise ValueError(f"{row} is of {named.recipe.data}, and these networks are of {first.recipe.data}")
-    data = {name: ask.load(each) for name, each in opened.items()}
-    chosen = tuple(opened)
-    if members is not None:
-        seen = {n: validation_predictions(each, data[n], ask.recipe(each.recipe), ask) for n, each in opened.items()}
-        chosen = evaluate.choose_members(seen, members)
-    key = {"ensemble": sorted(chosen), **ask.key()}
-    known = [looked(names[name], key) for name in chosen]
-    if known[0] is not None and all(each == known[0] for each in known):
-        return _ensemble(names, chosen, ask, known[0], stored=True)
-    said = []
-    for name in chosen:
-        if ask.plain:
-            tested(names[name], replace(ask, results=""))  # its line is where it was trained
-            said.append(load_predictions(names[name] / "predictions.safetensors"))
-        else:
-            recipe = ask.recipe(opened[name].recipe)
-            said.append(look(opened[name].model, data[name].test, data[name], recipe, ask.images))
-    found = figures_of(evaluate.ensemble(said), data[chosen[0]].test)
-    for name in chosen:
-        note_look(names[name], key, found)
-    told = _ensemble(names, chosen, ask, found, stored=False)
-    lead = opened[chosen[0]]
-    alike = all(opened[name].recipe == lead.recipe for name in chosen)
-    if (named is not None or alike) and ask.images is None:
-        table, word = name_of(lead.folder) if named is None else (named.table, named.row)
-        recipe = lead.recipe
-        if named is not None:
-            own = {name: getattr(named.recipe, name) for name in TOLD}
-            recipe = replace(lead.recipe, **own) if alike else named.recipe
-        more = {"recipe": ask.recipe(recipe).to_dict(), "members": chosen, "test_reads": told.test_reads}
-        more["look"] = not ask.plain
-        more["chosen_from"] = None if members is None else len(folders)
-        more |= _costs([names[name] for name in chosen])
-        if not alike:
-            more |= _length([names[name] for name in chosen])
-        append_line(ledger(lead.folder, ask), result_of(lead, data[chosen[0]], table, word, test=found, **more))
-    return told
+    return opened
 
 
-def _ensemble(names: dict[str, Path], chosen: tuple[str, ...], ask: Ask, found: Figures, stored: bool) -> Found:
-    """Its own reads are those for any ensemble that one of the members was in."""
-    reads = max(sum("ensemble" in each["ask"] for each in looks(names[name], ask.data)) for name in chosen)
-    return answer("ensemble", ask, found, None, reads, stored, chosen)
+def _named(row: str, opened: dict[str, Opened]) -> Row:
+    """The row of that name, if these networks can be its ensemble."""
+    named = choose(row, {})
+    for name, other in opened.items():
+        for word in ("data", "model"):
+            own, theirs = getattr(named.recipe, word), getattr(other.recipe, word)
+            if own != theirs:
+                raise ValueError(f"{row} is of {own}, and {name} is of {theirs}")
+    return named
+
+
+def _said(networks: Sequence[Opened], data: Sequence[DataSet], ask: Ask) -> list[Predictions]:
+    if ask.plain:
+        return [load_predictions(each.folder / "predictions.safetensors") for each in networks]
+    return [
+        look(each.model, own.test, own, ask.recipe(each.recipe), ask.images)
+        for each, own in zip(networks, data, strict=True)
+    ]
+
+
+def _reads(places: Sequence[Path], ask: Ask) -> int:
+    """An ensemble's own reads are those for any ensemble that one of the members was in."""
+    return max(sum("ensemble" in each["ask"] for each in looks(folder, ask.data)) for folder in places)
+
+
+def _recipe(lead: Recipe, named: Row | None, alike: bool) -> Recipe:
+    """How the members were trained, with what the named row has to tell; the row's own where they differ."""
+    if named is None:
+        return lead
+    return replace(lead, **{name: getattr(named.recipe, name) for name in TOLD}) if alike else named.recipe
+
+
+def _line(networks: Sequence[Opened], data: DataSet, alike: bool, *, table: str, row: str, **more: Any) -> Result:
+    places = [each.folder for each in networks]
+    more |= _costs(places)
+    if not alike:
+        more |= _length(places)
+    return result_of(networks[0], data, table, row, **more)
 
 
 def _costs(folders: list[Path]) -> dict[str, Any]:

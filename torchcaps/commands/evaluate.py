@@ -58,8 +58,14 @@ def evaluate_runs(
         raise ValueError("--members goes with --ensemble, which names the runs to choose from")
     if ensemble is not None and (epoch is not None or split == "validation"):
         raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
-    if row and (ensemble is None or not recipes.find(row).metric.startswith("ensemble_")):
+    if ensemble is not None and members is None and len(folders) < 2:
+        raise ValueError(f"an ensemble takes two runs or more, and {folders[0]} is one")
+    if row and ensemble is None:
+        raise ValueError("--row goes with --ensemble, which names the runs that are tested together")
+    if row and not recipes.find(row).metric.startswith("ensemble_"):
         raise ValueError(f"--row names the row of an ensemble, such as ours:mnist-ensemble, got {row}")
+    if row and images is not None:
+        raise ValueError(f"a test of {images} images gets no line; leave --row or --images out")
     ask = Ask(
         split=split,
         data=data,

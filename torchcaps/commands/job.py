@@ -20,7 +20,7 @@ from torchcaps.data import DataSet
 from torchcaps.finish import finish, validate
 from torchcaps.models import create_model
 from torchcaps.recipes import differing
-from torchcaps.results import Result, read
+from torchcaps.results import Result, check_ledger
 from torchcaps.runs import open_run, read_json, read_recipe
 from torchcaps.train import checkpoint, train
 from torchcaps.train.folder import Run, check_folder
@@ -46,7 +46,7 @@ class Job:
 
     def run(self, together: bool = False) -> int:
         recipe, options = self.row.recipe, {**self.options, "about": self.row.about()}
-        read(self.ledger)
+        check_ledger(self.ledger)
         check(recipe)
         world = options["devices"] * options["nodes"]
         if recipe.batch_size % world:

@@ -1,7 +1,7 @@
 """Looks at the test set, each of them counted.
 
 What a run said of the test set when it ended is stored with it and looked up. Whatever else is asked of the test set
-is counted, in the run's looks.json and in the line that the results get.
+is counted, by `counted` and in the line that the results get.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.commands.ask import Ask, Found, answer
+from torchcaps.commands.counted import looked, looks, note_look, reads_of, tell, to_tell
 from torchcaps.commands.words import results_file
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
-from torchcaps.finish import append_line, figures_of, finish, result_of
+from torchcaps.finish import add_line, figures_of, finish, result_of
 from torchcaps.models.pretrained import find_pretrained
 from torchcaps.recipes import Recipe
-from torchcaps.results import Result, checksums, from_line, read
+from torchcaps.results import Result, check_ledger, checksums, from_line, read
 from torchcaps.runs import (
     Opened,
     check_finished,
@@ -30,7 +31,6 @@ from torchcaps.runs import (
     open_run,
     read_json,
     read_recipe,
-    write_json,
 )
 from torchcaps.train import checkpoint
 
@@ -51,6 +51,8 @@ OF_A_LOOK = (
 
 def check(folder: Path, ask: Ask) -> Ask:
     """Refuses what cannot be asked, before anything is read or written; gives what is asked beyond a run's own test."""
+    if ask.results and ask.images is not None:
+        raise ValueError(f"a test of {ask.images} images gets no line; leave --results or --images out")
     if is_exported(folder):
         ask = ask.of(_trained_by(folder))
         if ask.results:
@@ -58,15 +60,15 @@ def check(folder: Path, ask: Ask) -> Ask:
                 raise ValueError(
                     f"{folder} is no run, so there is no line to add to {ask.results}; leave --results out"
                 )
-            if ask.images is not None:
-                raise ValueError(f"a test of {ask.images} images gets no line; leave --results or --images out")
-            read(ask.results)
+            check_ledger(ask.results)
             _result(folder)
         return ask
     check_run(folder)
     if ask.epoch is None:
         check_finished(folder)
-    read(ledger(folder, ask))
+    check_ledger(ledger(folder, ask))
+    if ask.epoch is not None and ask.epoch == (read_json(folder / "final.json") or {}).get("selected_epoch"):
+        ask = replace(ask, epoch=None)
     return ask.of(read_recipe(folder)[0])
 
 
@@ -76,8 +78,8 @@ def ledger(folder: Path, ask: Ask) -> Path:
 
 def name_of(folder: Path) -> tuple[str, str]:
     """Table and row of a run; of one that another program trained, its data and model."""
-    about = read_json(folder / "row.json")
-    if about:
+    about = read_json(folder / "row.json") or {}
+    if {"table", "row"} <= about.keys():
         return str(about["table"]), str(about["row"])
     recipe, _ = read_recipe(folder)
     return recipe.data, recipe.model
@@ -115,12 +117,13 @@ def _note_exported(folder: Path, ask: Ask, recipe: Recipe, data: dict[str, str],
     """A line of the look, unless the file has it."""
     own = _result(folder)
     of_training = {name: value for name, value in vars(own).items() if name not in OF_A_LOOK}
-    reads = 1 if ask.data else own.test_reads + 1
-    of_look = {"recipe": recipe.to_dict(), "data": data, "test": found, "test_reads": reads, "look": True}
-    line = Result.now(**of_training, **of_look)
-    same = attrgetter("table", "row", "seed", "recipe", "data", "look")
-    if all(same(from_line(line.line())) != same(other) for other in read(ask.results)):
-        append_line(Path(ask.results), line)
+    run = attrgetter("table", "row", "seed", "look")
+    of_look = {"recipe": recipe.to_dict(), "data": data, "test": found, "look": True}
+    line = from_line(Result.now(**of_training, **of_look).line())
+    there = [other for other in read(ask.results) if run(other) == run(line) and other.data.get("test") == data["test"]]
+    if all(other.recipe != line.recipe for other in there):
+        reads = 1 + len(there) + own.test_reads * (not ask.data)
+        add_line(ask.results, replace(line, test_reads=reads))
 
 
 def _trained_by(folder: Path) -> Recipe:
@@ -168,20 +171,25 @@ def further(folder: Path, ask: Ask) -> Found:
     """A look at a test set that a run does not make by itself: counted, stored, and a line of the results."""
     with checkpoint.locked(folder):
         opened = open_run(folder, device=ask.device, epoch=ask.epoch)
-        known = looked(folder, ask.key()) or _one_view(folder, ask)
-        if known is not None:
-            return _found(folder, ask, known, opened.epoch, True)
+        alone = _one_view(folder, ask)
+        if alone is not None:
+            return _found(folder, ask, alone, opened.epoch, True)
+        known = looked(folder, ask.key())
+        if known is not None and (ask.images is not None or not to_tell(known, bool(ask.results))):
+            return _found(folder, ask, known["figures"], opened.epoch, True)
         recipe, data = ask.recipe(opened.recipe), ask.load(opened)
-        found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
-        note_look(folder, ask.key(), found)
+        new = known is None
+        if known is None:
+            found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
+            known = note_look([folder], ask.key(), found, reads_of(folder, ask.data) + 1)
         if ask.images is None:
             table, row = name_of(folder)
-            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": found, "look": True}
-            changes["test_reads"] = reads_of(folder, ask.data)
+            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": known["figures"], "look": True}
             if ask.epoch is not None:
                 changes |= {"epochs": ask.epoch, "selected": "last"}
-            append_line(ledger(folder, ask), result_of(opened, data, table, row, **changes))
-        return _found(folder, ask, found, opened.epoch, False)
+            line = result_of(opened, data, table, row, **changes, **known["made"])
+            tell(folder, known, ledger(folder, ask), line)
+        return _found(folder, ask, known["figures"], opened.epoch, not new)
 
 
 def _one_view(folder: Path, ask: Ask) -> Figures | None:
@@ -190,31 +198,6 @@ def _one_view(folder: Path, ask: Ask) -> Figures | None:
         return None
     found: Figures = (read_json(folder / "test.json") or {"figures": {}})["figures"]
     return found.get("one_view")
-
-
-def looks(folder: Path, data: str | None = None) -> list[dict[str, Any]]:
-    """All that has been asked of a test set for a run beyond its own test.
-
-    Args:
-        data: of which set; "" for the run's own, None for any.
-    """
-    found = (read_json(folder / "looks.json") or {"looks": []})["looks"]
-    return [each for each in found if data is None or each["ask"].get("data", "") == data]
-
-
-def looked(folder: Path, key: dict[str, Any]) -> Figures | None:
-    return next((each["figures"] for each in looks(folder) if each["ask"] == key), None)
-
-
-def note_look(folder: Path, key: dict[str, Any], found: Figures) -> None:
-    write_json(folder / "looks.json", {"looks": [*looks(folder), {"ask": key, "figures": found}]})
-
-
-def reads_of(folder: Path, data: str = "") -> int:
-    """How often a test set has been read for a run: its own, readings that were cut short and those after each epoch
-    among them, or that of other data."""
-    own = {} if data else read_json(folder / "reading.json") or {}
-    return own.get("begun", 0) + own.get("epochs", 0) + len(looks(folder, data))
 
 
 def _found(folder: Path, ask: Ask, found: Figures, epoch: int | None, stored: bool) -> Found:

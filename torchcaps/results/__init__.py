@@ -1,5 +1,27 @@
 """What finished runs came to: a line of JSON for each, the papers' tables with these beside them, and RESULTS.md."""
 
-from torchcaps.results.ledger import Result, append, checksums, environment, from_line, read, source, thinned
+from torchcaps.results.ledger import (
+    Result,
+    append,
+    check_ledger,
+    checksums,
+    environment,
+    from_line,
+    moment,
+    read,
+    source,
+    thinned,
+)
 
-__all__ = ["Result", "append", "checksums", "environment", "from_line", "read", "source", "thinned"]
+__all__ = [
+    "Result",
+    "append",
+    "check_ledger",
+    "checksums",
+    "environment",
+    "from_line",
+    "moment",
+    "read",
+    "source",
+    "thinned",
+]

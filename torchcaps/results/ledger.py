@@ -84,13 +84,18 @@ class Result:
     @classmethod
     def now(cls, **values: Any) -> Result:
         """With the commit, the environment, the time, and the epochs planned, unless they are given."""
-        commit, dirty = source()
-        found = {"commit": commit, "dirty": dirty, "environment": environment(), "planned": _planned(values)}
-        return cls(**{**found, "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), **values})
+        return cls(**{**moment(), "planned": _planned(values), **values})
 
     def line(self) -> str:
         """Numbers that are none become null."""
         return json.dumps(_plain({**asdict(self), "shortened": self.shortened}), ensure_ascii=False, allow_nan=False)
+
+
+def moment() -> dict[str, Any]:
+    """What a line has of the moment it is made at."""
+    commit, dirty = source()
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"commit": commit, "dirty": dirty, "environment": environment(), "finished": now}
 
 
 def thinned(curves: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
@@ -183,6 +188,13 @@ def read(where: str | os.PathLike[str], *, broken: str = "refuse") -> list[Resul
 
 
 UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+
+
+def check_ledger(path: str | os.PathLike[str]) -> None:
+    """Refuses a place that no line can be added to, before there is one."""
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; lines are added to a file, such as {Path(path) / 'results.jsonl'}")
+    read(path)
 
 
 def source() -> tuple[str, bool]:

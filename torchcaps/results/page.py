@@ -42,8 +42,8 @@ INTRODUCTION = (
     "took longer than they would alone. No paper trained in bf16, as most runs did here; short trainings in float32 "
     "differed by no more than chance, but EM was not compared ([docs/speed.md](docs/speed.md)). Most tests on a GPU "
     "convolved in TF32, which can move a figure a little ([results/README.md](results/README.md)). "
-    "`torchcaps table --commands` prints the command behind each line, `--missing` those of the rows that have not been "
-    "run, and `--shortened` those that would train in full what was shortened, with the time it takes."
+    "`torchcaps table --commands` prints the command behind each line, `--missing` those of the rows that have not "
+    "been run, and `--shortened` those that would train in full what was shortened, with the time it takes."
 )
 
 

@@ -199,7 +199,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ValueError(f"another process is training in {folder}; wait for it or choose another folder") from None
+        raise ValueError(f"another process is at work in {folder}; wait for it or choose another folder") from None
     try:
         yield
     finally:
