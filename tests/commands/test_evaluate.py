@@ -135,7 +135,7 @@ def test_other_data_with_the_same_classes(capsys, monkeypatch):
 
     def dark(recipe):
         held = load("digits", validation=0.1).validation
-        share = {"dark_digits": 2, "black_digits": 255}[recipe.data]
+        share = {"digits": 1, "dark_digits": 2, "black_digits": 255}[recipe.data]
         test, held = (Stored(each.images // share, each.labels, digits.class_names) for each in (digits.test, held))
         return replace(digits, name=recipe.data, test=test, validation=held)
 
@@ -160,6 +160,8 @@ def test_other_data_with_the_same_classes(capsys, monkeypatch):
     best = sum(each.probabilities.double() for each in dimmed).argmax(dim=1)
     assert both["figures"]["error"] == pytest.approx(float((best != digits.test.labels).double().mean()), abs=1e-9)
     assert (both["test_reads"], read(LEDGER)[-1].look) == (1, True)
+    (own,) = asked(capsys, A, "--ensemble", B, "--data", "digits")
+    assert (own["test_reads"], own["data"], read(LEDGER)[-1].look) == (1, None, False)
     (other,) = asked(capsys, A, "--data", "black_digits")
     assert (other["stored"], other["figures"]["error"]) == (False, 0.9)
 
@@ -174,6 +176,10 @@ def test_data_with_other_classes_or_sizes_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(ask, "load_data", lambda recipe: replace(digits, train=large, test=large))
     assert main(["evaluate", B, "--data", "large"]) == 2
     sentence = f"torchcaps: {B} takes images of 1 x 8 x 8, and those of large have 1 x 9 x 8\n"
+    assert capsys.readouterr().err == sentence
+    monkeypatch.setattr(ask, "find", lambda protocol, data: None)
+    assert main(["evaluate", B, "--protocol", "sabour2017"]) == 2
+    sentence = f"torchcaps: {B} takes images of 1 x 8 x 8, and those of digits by sabour2017 have 1 x 9 x 8\n"
     assert capsys.readouterr().err == sentence
 
 
@@ -198,6 +204,15 @@ def test_another_protocol_is_not_asked_for_what_only_the_first_knows():
     asked_for = ask.Ask(protocol="sabour2017", crops=2).recipe(trained)
     assert (asked_for.protocol, asked_for.data_args) == ("sabour2017", {"crops": 2})
     assert ask.Ask(data="fashion_mnist").recipe(trained).data_args == trained.data_args
+
+
+def test_looks_before_a_runs_own_test_count_if_they_were_at_its_test_set(capsys):
+    for name in ("test.json", "result.json", "reading.json"):
+        Path(A, name).unlink()
+    asks = [{"data": "dark_digits"}, {"crops": 4}]
+    Path(A, "looks.json").write_text(json.dumps({"looks": [{"ask": each, "figures": {"error": 1}} for each in asks]}))
+    told(capsys, A, "--results", "own.jsonl")
+    assert read("own.jsonl")[0].test_reads == 2
 
 
 def test_reading_after_each_epoch_counts(capsys):

@@ -73,6 +73,7 @@ def test_the_seeds_of_a_recipe_are_those_of_its_line_in_the_table(tmp_path):
         result(seed=3, recipe=longer),
         result(seed=4, epochs=3),
         result(seed=5, members=("a", "b")),
+        result(seed=7, look=True),
         result("ours:mnist-plain5", seed=6),
     ]
     for each in others:

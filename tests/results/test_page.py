@@ -12,7 +12,7 @@ from torchcaps.cli import main
 from torchcaps.recipes import with_overrides
 from torchcaps.results import Result, append, from_line, read
 from torchcaps.results.again import commands, in_full
-from torchcaps.results.notes import in_short
+from torchcaps.results.notes import in_short, remarks
 from torchcaps.results.page import not_run, render_page
 from torchcaps.results.plan import GROUPS
 from torchcaps.results.readme import render_readme_section
@@ -192,10 +192,52 @@ def test_a_look_never_stands_before_the_run_itself():
     assert "CapsNet" not in render_readme_section([look])
     assert not in_full([look])
     official = result("mazzia2021_table2:efficient-official", test_reads=101, data={"validation": "a", "test": "a"})
-    again = replace(official, look=True, test_reads=102)
+    official = replace(official, selected="best")
+    again = replace(official, look=True, test_reads=102, recipe={**official.recipe, "data_args": {"crops": 4}})
     assert commands([again]).startswith(
-        "# torchcaps evaluate RUN..., with the runs of torchcaps train mazzia2021_table2:"
+        "# torchcaps evaluate RUN... --crops 4, with the runs of torchcaps train mazzia2021_table2:"
     )
+    assert remarks([official]) == ["the epoch was chosen on the test set, which was read after each"]
+    assert remarks([again]) == ["the test set was read more than once"]
+
+
+def test_a_reading_that_was_cut_short_makes_no_look_of_a_run():
+    name = "ours:mnist-views"
+    run, short = result(name, 0.003, test_reads=2), result(name, 0.005, epochs=30, test_reads=2)
+    alone = result(name, 0.0032, changes={"data_args.crops": 1}, test_reads=3, look=True)
+    page = render_page([run, short, alone])
+    assert "also run: 0.500 (epochs 30 of 60, shortened, n = 1, 90 s on NVIDIA H200 in bf16, 0123456)\n" in page
+    assert "looked at again: 0.320 (with data\\_args.crops = 1, n = 1)\n" in page
+
+
+def test_looks_at_kept_epochs_are_told_apart():
+    """The last epoch too, where a run selects another."""
+    curves = {"loss": [0.5] * 100}
+    run = result("mazzia2021_table2:efficient", selected="best", epoch=70, curves=curves)
+    other = replace(run, look=True, recipe={**run.recipe, "data_args": {"crops": 4}}, test={**run.test, "error": 0.1})
+    last, early = (replace(other, selected="last", epochs=n, test={**run.test, "error": n / 1000}) for n in (100, 9))
+    assert [each.kept for each in (run, other, last, early)] == [None, None, 100, 9]
+    page = render_page([run, other, last, early])
+    for words in ("10.00 (with data\\_args.crops = 4, n", "10.00 (with data\\_args.crops = 4, epoch 100, n"):
+        assert f"looked at again: {words} = 1)" in page
+    assert "looked at again: 0.900 (with data\\_args.crops = 4, epoch 9, n = 1)" in page
+    told = commands([run, other, last, early])
+    for words in ("--crops 4", "--crops 4 --epoch 100", "--crops 4 --epoch 9"):
+        assert f"# torchcaps evaluate RUN... {words}, with the runs of torchcaps train mazzia2021" in told
+
+
+def test_a_look_by_another_protocol_names_the_runs_as_they_were_trained():
+    recipe = replace(recipes.find("ours:mnist"), protocol="sabour2017", data_args={})
+    (line, _) = commands([result("ours:mnist", look=True, recipe=recipe.to_dict())]).splitlines()
+    runs = "with the runs of torchcaps train ours:mnist, seed 0"
+    assert line == f"# torchcaps evaluate RUN... --protocol sabour2017, {runs}"
+
+
+def test_looks_do_not_say_how_long_curves_are_compared():
+    names = [f"tsai2020_figure4:dynamic-{n}" for n in (1, 2)]
+    runs = [result(name, 0.4, epochs=epochs) for name, epochs in ((names[0], 4), (names[0], 10), (names[1], 4))]
+    look = result(names[1], 0.4, epochs=10, look=True, changes={"data_args.crops": 2})
+    assert [row[6] for row in rows(render_page([*runs, look]), "10")[20:22]] == ["4 of 350, shortened"] * 2
 
 
 def test_a_test_on_other_data_is_a_row_of_its_own_and_no_training():

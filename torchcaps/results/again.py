@@ -27,7 +27,7 @@ def commands(results: Iterable[Result]) -> str:
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in sorted(results, key=lambda result: (result.table, result.row, result.seed)):
         if f"{result.table}:{result.row}" in recipes.names():
-            how = tuple(words(result)), result.members, result.together, result.look, _kept(result), result.defect
+            how = tuple(words(result)), result.members, result.together, result.look, result.kept, result.defect
             groups.setdefault(how, []).append(result)
     return "\n".join(line for group in groups.values() for line in _lines(latest(group)[0]))
 
@@ -82,15 +82,15 @@ def _asked(changes: Mapping[str, Any], epoch: int | None = None) -> list[str]:
     return _switches(asked if epoch is None else {**asked, "epoch": epoch})
 
 
+def _not_told(look: Result) -> tuple[str, ...]:
+    """Fields in which the recipe of a look is not that of its run; of another protocol all that it was given."""
+    row = recipes.find(f"{look.table}:{look.row}")
+    own = tuple(f"data_args.{name}" for name in {**row.data_args, **look.recipe["data_args"]})
+    return (*ASKED, "data_args", *own) if look.recipe["protocol"] != row.protocol else ASKED
+
+
 def _after(options: list[str]) -> str:
     return "".join(f" {word}" for word in options)
-
-
-def _kept(result: Result) -> int | None:
-    """The epoch that a look was at, where it was another than the run's own."""
-    curves = result.curves
-    trained = curves["epoch"][-1] if curves.get("epoch") else len(next(iter(curves.values()), []))
-    return result.epochs if result.look and trained and result.epochs != trained else None
 
 
 def _share(row: recipes.Recipe, run: Result) -> float:
@@ -124,12 +124,12 @@ def _switches(changes: Mapping[str, Any]) -> list[str]:
 
 def _lines(runs: list[Result]) -> list[str]:
     first = runs[0]
-    asked = _asked(changed(recipes.find(f"{first.table}:{first.row}"), first.recipe), _kept(first)) * first.look
+    asked = _asked(changed(recipes.find(f"{first.table}:{first.row}"), first.recipe), first.kept) * first.look
     if first.members:
         lines = [f"# torchcaps evaluate --ensemble{_after(asked)}, with the folders of {', '.join(first.members)}"]
     elif first.look:
         seeds = ", ".join(f"seed {seed}" for seed in sorted(run.seed for run in runs))
-        runs_of = shlex.join(["torchcaps", *words(first, without=ASKED)])
+        runs_of = shlex.join(["torchcaps", *words(first, without=_not_told(first))])
         lines = [f"# torchcaps evaluate RUN...{_after(asked)}, with the runs of {runs_of}, {seeds}"]
     else:
         together = first.together > 1

@@ -81,6 +81,13 @@ class Result:
     def shortened(self) -> bool:
         return self.epochs < self.planned and not self.reached
 
+    @property
+    def kept(self) -> int | None:
+        """The epoch that a look was at, where it was another than the run's own."""
+        trained = self.curves["epoch"][-1] if self.curves.get("epoch") else len(next(iter(self.curves.values()), []))
+        other = self.epochs != trained or self.selected != self.recipe.get("select", self.selected)
+        return self.epochs if self.look and trained and other else None
+
     @classmethod
     def now(cls, **values: Any) -> Result:
         """With the commit, the environment, the time, and the epochs planned, unless they are given."""

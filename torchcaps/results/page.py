@@ -13,7 +13,7 @@ from typing import Any
 from torchcaps import recipes
 from torchcaps.recipes import Recipe, with_overrides
 from torchcaps.results import Result
-from torchcaps.results.notes import AGAIN, ELSEWHERE, assumed, held_out, latest, remarks
+from torchcaps.results.notes import assumed, held_out, latest, remarks
 from torchcaps.results.plan import BOTH, GROUPS, TESTED_ON_OTHERS, Entry, Group
 from torchcaps.results.sheet import escaped
 from torchcaps.results.tables import (
@@ -139,8 +139,11 @@ def _table(group: Group, claimed: Mapping[int, list[Result]]) -> str:
     lines = [f"| {' | '.join(HEADINGS)} |", f"| {' | '.join(sides)} |"]
     epochs = _common_epochs([claimed[id(entry)] for entry in group.entries]) if group.curves else None
     for entry in group.entries:
-        (cells, said), *rest = lines_of(entry, claimed[id(entry)], epochs)
-        told = [*said, *(_also(entry, other, [text for text in more if text not in said]) for other, more in rest)]
+        (cells, said, _), *rest = lines_of(entry, claimed[id(entry)], epochs)
+        told = [
+            *said,
+            *(_also(entry, other, [text for text in more if text not in said], look) for other, more, look in rest),
+        ]
         numbers = "".join(f" ({_number(notes, text)})" for text in told)
         first = brief(entry.label, cells[0]) + numbers
         lines.append(f"| {' | '.join(escaped(cell) for cell in (first, *cells[1:]))} |")
@@ -161,12 +164,17 @@ def brief(name: str, label: str) -> str:
     return with_settings(name, ", ".join(filter(None, told)))
 
 
-def _also(entry: Entry, cells: tuple[str, ...], said: list[str]) -> str:
-    """A further line of an entry, as a note."""
+def _also(entry: Entry, cells: tuple[str, ...], said: list[str], look: Result | None) -> str:
+    """A further line of an entry, as a note.
+
+    Args:
+        look: the first, where these are looks at weights that have a line.
+    """
     label, _, _, found, n, _, epochs, took, commit = cells
     settings = brief(entry.label, label).removeprefix(entry.label).removeprefix(", ")
-    if AGAIN in said or ELSEWHERE in said:
-        return "; ".join([f"looked at again: {found} ({settings}, n = {n})", *said])
+    if look is not None:
+        how = ", ".join(filter(None, [settings, f"epoch {look.kept}" if look.kept else "", f"n = {n}"]))
+        return "; ".join([f"looked at again: {found} ({how})", *said])
     how = ", ".join(filter(None, [settings, f"epochs {epochs}", f"n = {n}", took, commit]))
     return "; ".join([f"also run: {found} ({how})", *said])
 
@@ -177,8 +185,10 @@ def _number(notes: list[str], text: str) -> int:
     return 1 + notes.index(text)
 
 
-def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> list[tuple[tuple[str, ...], list[str]]]:
-    """One for all runs with the same settings and epochs, each with what it has to note.
+def lines_of(
+    entry: Entry, results: list[Result], epochs: int | None = None
+) -> list[tuple[tuple[str, ...], list[str], Result | None]]:
+    """One for all runs with the same settings and epochs, each with what it has to note, and with a look if it is one.
 
     Args:
         epochs: of the runs that come first; those with most of them if not given.
@@ -188,7 +198,7 @@ def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> 
     words = " and ".join(metric.removeprefix("ensemble_").replace("_", " ") for metric in metrics) + " %"
     printed = entry.printed or recipe.reported or "-"
     said = [text for text in (assumed(recipe), recipe.note) if text]
-    lines: list[tuple[tuple[str, ...], list[str]]] = []
+    lines: list[tuple[tuple[str, ...], list[str], Result | None]] = []
     for how, found in alike(recipe, results, epochs):
         runs, earlier = latest(found)
         if fewer_images(recipe, runs[0]):  # which the epochs tell
@@ -197,21 +207,24 @@ def lines_of(entry: Entry, results: list[Result], epochs: int | None = None) -> 
         how = ", ".join(filter(None, (how, older)))
         label = with_settings(entry.label, how)
         cells = (label, words, printed, _ours_of(metrics, runs), str(len(runs)), *_how(recipe, runs))
-        lines.append((cells, [*said, *_otherwise(metrics[0], runs), *remarks(runs, replaced(metrics[0], earlier))]))
+        notes = [*said, *_otherwise(metrics[0], runs), *remarks(runs, replaced(metrics[0], earlier))]
+        lines.append((cells, notes, runs[0] if runs[0].look else None))
     if not lines or (not entry.look and all(run.look for run in results)):
-        lines.insert(0, ((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said))
+        lines.insert(0, ((entry.label, words, printed, "not run", "", _protocol(recipe), "", "", ""), said, None))
     return lines
 
 
 def alike(recipe: Recipe, results: Iterable[Result], first: int | None = None) -> list[tuple[str, list[Result]]]:
     """Runs with the same settings and epochs, and what these settings are; first those that a page tells first."""
-    groups: dict[tuple[str, int, bool], list[Result]] = {}
+    groups: dict[tuple[str, int, bool, int | None], list[Result]] = {}
     for result in results:
         epochs = recipe.epochs if result.reached else result.epochs
-        groups.setdefault((variation(recipe, result, epochs=False), epochs, result.look), []).append(result)
+        groups.setdefault((variation(recipe, result, epochs=False), epochs, result.look, result.kept), []).append(
+            result
+        )
 
-    def order(group: tuple[tuple[str, int, bool], list[Result]]) -> tuple[Any, ...]:
-        (how, epochs, look), runs = group
+    def order(group: tuple[tuple[str, int, bool, int | None], list[Result]]) -> tuple[Any, ...]:
+        (how, epochs, look, _), runs = group
         return look, bool(runs[0].defect), how != "", epochs != first, -epochs, -len(runs), how
 
     return [(how, runs) for (how, *_), runs in sorted(groups.items(), key=order)]

@@ -26,7 +26,7 @@ def render_readme_section(results: Sequence[Result], groups: Iterable[Group] | N
         ]
         lines += [f"| **{escaped(group.title)}** | | | | | | |"] * bool(ran)
         for entry in ran:
-            (label, metric, printed, found, n, protocol, epochs, took, _), _ = lines_of(entry, claimed[id(entry)])[0]
+            (label, metric, printed, found, n, protocol, epochs, took, _), *_ = lines_of(entry, claimed[id(entry)])[0]
             views = [word for word in protocol.split(", ") if "views" in word]  # by which a test is kinder
             name = ", ".join([brief(entry.label, label), *views])
             cells = (name, metric, printed, found, n, epochs, took.removesuffix(" in bf16"))
