@@ -97,6 +97,12 @@ def test_predictions_are_kept(folder):
     assert float((kept.scores.argmax(dim=1) != kept.labels).double().mean()) == line.test["error"]
 
 
+def test_a_test_of_no_images_is_no_reading(folder):
+    with pytest.raises(ValueError, match="at least one image of the test set must be looked at, got 0"):
+        ended(folder, images=0)
+    assert ended(folder).test_reads == 1
+
+
 def test_a_second_call_reads_nothing_and_appends_nothing(folder, monkeypatch):
     first = ended(folder)
     before = {path: path.read_bytes() for path in folder.parent.rglob("*.json*")}

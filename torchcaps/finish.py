@@ -107,6 +107,8 @@ def read_test(
     A reading that was cut short before its figures were written counts all the same, and so does one after each epoch
     where the test set is what epochs are chosen on.
     """
+    if images is not None and images < 1:
+        raise ValueError(f"at least one image of the test set must be looked at, got {images}")
     folder, recipe = opened.folder, opened.recipe
     epochs = len(next(iter(read_curves(folder / "metrics.csv").values())))
     last = _last(opened) if opened.epoch != epochs else None  # before the test set is read, as it may not be there

@@ -262,6 +262,8 @@ BAD = [
         "invalid choice 'pipeline' for argument '--strategy'. Expected one of ('auto', ",
     ),
     ("quick:digits --together", "--together needs --seeds N"),
+    ("quick:digits --limit 0", "--limit pauses after a step, counted from 1, got 0"),
+    ("quick:digits --test-images 0", "--test-images takes one image at least, got 0; --no-test leaves the test out"),
     ("quick:digits --seeds 0", "seeds count from 0 and there is at least one"),
     ("folder=nowhere", "{place}/nowhere is no folder"),
     ("", "missing from torchcaps train: ROW"),

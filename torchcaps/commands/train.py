@@ -54,6 +54,10 @@ def train_row(
         test_images: test on so many images only; of generated test sets 100,000 are taken if this is not given.
         settings: a field of the recipe by its name, as lr=1e-3; --lr 1e-3 is the same.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit pauses after a step, counted from 1, got {limit}")
+    if test_images is not None and test_images < 1:
+        raise ValueError(f"--test-images takes one image at least, got {test_images}; --no-test leaves the test out")
     if together and seeds is None:
         raise ValueError("--together needs --seeds N, the number of runs to train at once")
     if (seeds is not None and seeds < 1) or seed < 0:

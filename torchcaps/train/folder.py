@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -172,11 +173,16 @@ def check_checkpoints(out: Path) -> None:
 
 
 def write_recipe(out: Path, recipe: Recipe, seed: int, about: dict[str, Any] | None, begins: bool) -> None:
-    """recipe.json and row.json. Those of a run that goes on stay; it gets the latter where there is none."""
+    """recipe.json and row.json. Those of a run that goes on stay; it gets the latter where there is none.
+
+    A run that begins takes away what one that was killed before its first checkpoint has left of its own weights.
+    """
     row = out / "row.json"
     if begins:
+        shutil.rmtree(out / "epochs", ignore_errors=True)
+        for path in (row, out / "last.safetensors", out / "looks.json"):
+            path.unlink(missing_ok=True)
         checkpoint.write(out / "recipe.json", as_json({"seed": seed, "recipe": recipe.to_dict()}))
-        row.unlink(missing_ok=True)
     if about is not None and not row.exists():
         checkpoint.write(row, as_json(about))
 
