@@ -110,6 +110,7 @@ def test_the_readme_section_is_rendered_and_checked(capsys, place, tmp_path):
         ("quick --results nowhere", "there are no results in nowhere: no such file or folder"),
         ("quick --format pdf", "invalid choice 'pdf' for argument '--format'"),
         ("quick --out nowhere/table", "nowhere/table cannot be written, as its folder is not there"),
+        ("--page nowhere/page.md", "nowhere/page.md cannot be written, as its folder is not there"),
         ("quick --check", "--check goes with --readme FILE"),
         ("--readme nowhere", "nowhere cannot be read: No such file or directory"),
     ],

@@ -157,6 +157,8 @@ def _render_into(
             raise ValueError(f"{path}, {sentence}; the same command without --check renders it anew")
         print(f"{path} is as the results have it")
         return
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, as its folder is not there")
     if wanted != text:
         checkpoint.write(path, wanted.encode())
     print(f"{path} has {len(lines)} result{'s' * (len(lines) != 1)}{'' if wanted != text else ', as before'}")
