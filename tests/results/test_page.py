@@ -221,6 +221,10 @@ def test_looks_at_kept_epochs_are_told_apart():
     for words in ("10.00 (with data\\_args.crops = 4, n", "10.00 (with data\\_args.crops = 4, epoch 100, n"):
         assert f"looked at again: {words} = 1)" in page
     assert "looked at again: 0.900 (with data\\_args.crops = 4, epoch 9, n = 1)" in page
+    sheet = render("mazzia2021_table2", [run, other, last, replace(other, recipe=run.recipe), early])
+    variants = [line.split(" (8)")[0].strip() for line in sheet.splitlines() if line.startswith("  ")]
+    crops = "data_args.crops = 4"
+    assert variants == [crops, f"{crops}, the last epoch", "tested anew", f"{crops}, 9 of 100 epochs, shortened"]
     told = commands([run, other, last, early])
     for words in ("--crops 4", "--crops 4 --epoch 100", "--crops 4 --epoch 9"):
         assert f"# torchcaps evaluate RUN... {words}, with the runs of torchcaps train mazzia2021" in told

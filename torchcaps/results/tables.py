@@ -63,17 +63,19 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
     found, sheet = _by_row(table, results), Sheet(table.TITLE)
     sheet.legend = LEGEND if any(found.values()) else ""
     for row, recipe in table.ROWS.items():
-        groups: dict[tuple[bool, str], list[Result]] = {}
+        groups: dict[tuple[bool, str, int | None], list[Result]] = {}
         for result in found[row]:
-            groups.setdefault((result.look, variation(recipe, result)), []).append(result)
+            groups.setdefault((result.look, variation(recipe, result), result.kept), []).append(result)
         notes = [sheet.note(text) for text in (assumed(recipe), recipe.note) if text]
         metric = recipe.metric.replace("_", " ") + ("" if recipe.metric == "loss" else " %")
-        plain, before = latest(groups.pop((False, ""), []))
+        plain, before = latest(groups.pop((False, "", None), []))
         cells = _cells(recipe, plain) if plain else ("" if groups else "not run", "", "", "", "")
         more = [sheet.note(text) for text in remarks(plain, replaced(recipe.metric, before))]
         sheet.lines.append(Line((row, metric, recipe.reported, *cells), notes + more))
-        for (_, label), group in groups.items():
+        for (_, label, kept), group in groups.items():
             runs, before = latest(group)
+            last = kept and kept == recipe.epochs  # of fewer epochs the label tells
+            label = ", ".join(filter(None, (label, "the last epoch" if last else "")))
             said = [sheet.note(text) for text in remarks(runs, replaced(recipe.metric, before))]
             label = (label or "tested anew") + ", shortened" * is_short(recipe, runs[0])
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))
