@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=16, help="that a network sees at once")
     args = parser.parse_args(argv)
     try:
+        if args.images < 2:
+            raise ValueError(f"scores spread over two images or more, got --images {args.images}")
         found = {name: recipes.find(name) for row in args.rows for name in named(row)}
         print(HEAD)
         for name, recipe in found.items():

@@ -287,3 +287,6 @@ def test_members_are_chosen_for_what_they_add():
     for size in (0, 4):
         with pytest.raises(ValueError, match=f"ensemble of {size} cannot be chosen from 3"):
             choose_members(networks, size)
+    fewer = member(torch.tensor([[0.4, 0.6]] * 5), torch.zeros(5).long())
+    with pytest.raises(ValueError, match="seed-9 held out other images than twin, so which is better cannot be told"):
+        choose_members({**networks, "seed-9": fewer}, 1)

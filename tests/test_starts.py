@@ -48,3 +48,8 @@ def test_what_there_is_not_is_one_sentence(row, said, capsys):
     assert printed.err.startswith(f"starts: {said} 'nobody'")
     assert printed.err.count("\n") == 1
     assert not printed.out
+
+
+def test_one_image_has_no_spread(capsys):
+    assert starts.main(["quick:digits", "--images", "1"]) == 2
+    assert capsys.readouterr() == ("", "starts: scores spread over two images or more, got --images 1\n")

@@ -233,6 +233,10 @@ def choose_members(validation: Mapping[str, Predictions], size: int) -> tuple[st
     """
     if not 1 <= size <= len(validation):
         raise ValueError(f"an ensemble of {size} cannot be chosen from {len(validation)} networks")
+    (first, own), *others = validation.items()
+    for name, other in others:
+        if not torch.equal(own.labels, other.labels):
+            raise ValueError(f"{name} held out other images than {first}, so which is better cannot be told by them")
     chosen: list[str] = []
     for _ in range(size):
         left = [name for name in validation if name not in chosen]
