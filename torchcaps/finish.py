@@ -85,7 +85,10 @@ def add_line(path: str | os.PathLike[str], line: Result) -> None:
         append(path, line)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"the result could not be written to {path}: {reason}; the run is safe") from error
+        raise ValueError(
+            f"the result could not be written to {path}: {reason}; the run is safe, and "
+            "torchcaps evaluate adds its line with --results"
+        ) from error
 
 
 def validate(opened: Opened, data: DataSet) -> dict[str, Any]:

@@ -209,8 +209,8 @@ def test_another_protocol_is_not_asked_for_what_only_the_first_knows():
 def test_looks_before_a_runs_own_test_count_if_they_were_at_its_test_set(capsys):
     for name in ("test.json", "result.json", "reading.json"):
         Path(A, name).unlink()
-    asks = [{"data": "dark_digits"}, {"crops": 4}]
-    Path(A, "looks.json").write_text(json.dumps({"looks": [{"ask": each, "figures": {"error": 1}} for each in asks]}))
+    asks, figures = [{"data": "dark_digits"}, {"crops": 4}], read(LEDGER)[0].test
+    Path(A, "looks.json").write_text(json.dumps({"looks": [{"ask": each, "figures": figures} for each in asks]}))
     told(capsys, A, "--results", "own.jsonl")
     assert read("own.jsonl")[0].test_reads == 2
 
@@ -280,12 +280,62 @@ def test_members_are_chosen_on_validation(capsys):
     errors = {folder: json.loads(Path(folder, "validation.json").read_text())["figures"]["error"] for folder in (A, B)}
     assert errors[A] != errors[B]
     best = min(errors, key=lambda folder: errors[folder])
-    (found,) = asked(capsys, "--ensemble", A, B, "--members", "1")
-    assert found["members"] == [best.removeprefix("runs/")]
-    (two,) = asked(capsys, "--ensemble", A, B, "--members", "2")
-    assert two["test_reads"] == 2
+    (found,) = asked(capsys, "--ensemble", A, B, "--members", "2")
+    assert (found["members"][0], found["test_reads"]) == (best.removeprefix("runs/"), 1)
     assert read(LEDGER)[-1].chosen_from == 2
     assert told(capsys, "--ensemble", A, B, "--members", "2").startswith(f"ensemble of {best.removeprefix('runs/')}, ")
+
+
+@pytest.mark.parametrize("order", [(A, "--ensemble", B), (B, "--ensemble", A), ("--ensemble", B, A, "--members", "2")])
+def test_an_ensemble_is_one_look_in_whatever_order_it_is_named(order, capsys):
+    asked(capsys, A, "--ensemble", B)
+    (found,) = asked(capsys, *order, "--results", LEDGER)
+    assert (found["stored"], found["test_reads"], len(read(LEDGER))) == (True, 1, 3)
+
+
+def test_members_of_one_name_are_told_apart_by_their_weights(capsys):
+    asked(capsys, A, "--ensemble", B)
+    other = Path(shutil.copytree("runs", "other"), "two", "seed-1")
+    shutil.copy(Path(A, "weights.safetensors"), other / "weights.safetensors")
+    (found,) = asked(capsys, A, "--ensemble", str(other))
+    assert (found["members"], found["stored"], found["test_reads"]) == (["two/seed-0", "two/seed-1"], False, 2)
+    for folder in (B, str(other)):
+        assert asked(capsys, A, "--ensemble", folder)[0]["stored"]
+
+
+def test_a_look_that_one_member_has_alone_is_shared(capsys):
+    """As where a process ended between the two."""
+    asked(capsys, A, "--ensemble", B)
+    Path(B, "looks.json").unlink()
+    (found,) = asked(capsys, A, "--ensemble", B)
+    assert (found["stored"], found["test_reads"]) == (True, 1)
+    assert Path(A, "looks.json").read_text() == Path(B, "looks.json").read_text()
+    assert len(read(LEDGER)) == 3
+
+
+def test_a_line_is_that_of_the_moment_of_its_look(capsys):
+    """Also where the run has gone on since."""
+    asked(capsys, A, "--epoch", "1")
+    *_, line = read(LEDGER)
+    metrics = Path(A, "metrics.csv")
+    metrics.write_text(metrics.read_text() + metrics.read_text().splitlines()[-1].replace("2,", "3,", 1) + "\n")
+    asked(capsys, A, "--epoch", "1", "--results", LEDGER)
+    assert (len(read(LEDGER)), read(LEDGER)[-1]) == (3, line)
+
+
+def test_two_looks_are_told_each_by_itself(capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torchcaps.finish.append", full)
+        for words in (["--epoch", "1"], ["--data", "dark_digits"]):
+            broken.setattr(ask, "load_data", lambda recipe: load("digits", validation=0.1))
+            assert main(["evaluate", A, *words, "--device", "cpu"]) == 2
+    asked(capsys, A, "--data", "dark_digits")
+    assert [each["told"] for each in json.loads(Path(A, "looks.json").read_text())["looks"]] == [False, True]
+    asked(capsys, A, "--epoch", "1")
+    assert [line.recipe["data"] for line in read(LEDGER)[2:]] == ["dark_digits", "digits"]
 
 
 def test_an_ensemble_of_several_recipes_has_the_line_of_the_row_that_is_named(capsys, monkeypatch):
@@ -296,6 +346,10 @@ def test_an_ensemble_of_several_recipes_has_the_line_of_the_row_that_is_named(ca
     monkeypatch.setattr(ensembles, "open_run", opened)
     asked(capsys, A, "--ensemble", B)
     assert not read(LEDGER)[-1].members
+    assert main(["evaluate", A, "--ensemble", B, "--results", "some.jsonl", "--device", "cpu"]) == 2
+    assert (
+        "two/seed-0 and two/seed-1 differ in recipe, so their line needs a row; name it by" in capsys.readouterr().err
+    )
     row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2)
     monkeypatch.setitem(recipes.tables()["quick"].ROWS, "pairs", row)
     for folder in (A, B):
@@ -356,15 +410,15 @@ def test_a_look_whose_line_could_not_be_written_gets_it_later(words, capsys, mon
     with monkeypatch.context() as broken:
         broken.setattr("torchcaps.finish.append", full)
         assert main(["evaluate", *words, "--device", "cpu"]) == 2
-    sentence = f"torchcaps: the result could not be written to {LEDGER}: No space left on device; the run is safe\n"
-    assert capsys.readouterr().err == sentence
+    sentence = f"torchcaps: the result could not be written to {LEDGER}: No space left on device; the run is safe, and "
+    assert capsys.readouterr().err == f"{sentence}torchcaps evaluate adds its line with --results\n"
     (look,) = json.loads(Path(A, "looks.json").read_text())["looks"]
     before = len(read(LEDGER))
     for _ in range(2):
         (found,) = asked(capsys, *words)
         assert (found["stored"], found["figures"]) == (True, look["figures"])
     *_, line = read(LEDGER)
-    assert (len(read(LEDGER)), line.test, line.finished) == (before + 1, look["figures"], look["made"]["finished"])
+    assert (len(read(LEDGER)), line.test, line.finished) == (before + 1, look["figures"], look["line"]["finished"])
     asked(capsys, *words, "--results", "named.jsonl")
     assert read("named.jsonl") == [line]
 
@@ -385,9 +439,14 @@ def test_the_epoch_that_a_run_selected_is_no_further_look(capsys, monkeypatch, p
     assert checksum(place) == before
 
 
-@pytest.mark.parametrize("content", ['{"looks": 3}', '{"looks": [{}]}', '{"looks": [3]}', "{}"])
-def test_looks_that_are_none_are_told(content, capsys):
-    Path(A, "looks.json").write_text(content)
+@pytest.mark.parametrize(
+    "broken", [3, [3], [{}], {"figures": {}}, {"figures": 3}, {"told": 3}, {"line": {}}, {"line": 3}]
+)
+def test_looks_that_are_none_are_told(broken, capsys):
+    asked(capsys, A, "--epoch", "1")
+    (look,) = json.loads(Path(A, "looks.json").read_text())["looks"]
+    content = [{**look, **broken}] if isinstance(broken, dict) else broken
+    Path(A, "looks.json").write_text(json.dumps({"looks": content}))
     assert main(["evaluate", A, "--epoch", "1", "--device", "cpu"]) == 2
     sentence = f"torchcaps: {A}/looks.json does not hold what has been asked of this run; repair it, or move it away\n"
     assert capsys.readouterr().err == sentence
@@ -427,7 +486,9 @@ def test_a_run_that_another_program_trained_is_named_by_data_and_model(about, ca
             f"{A} --ensemble {B} --row ours:mnist-ensemble --images 5",
             "a test of 5 images gets no line; leave --row ",
         ),
-        (f"{A} --ensemble", f"an ensemble takes two runs or more, and {A} is one"),
+        (f"{A} --ensemble", "an ensemble is of two runs or more, not of 1"),
+        (f"{A} --ensemble {B} --members 1", "an ensemble is of two runs or more, not of 1"),
+        (f"{A} --split validation --results some.jsonl", "a look at held-out images gets no line; leave --results out"),
         (f"{A} --images 5 --results some.jsonl", "a test of 5 images gets no line; leave --results or --images out"),
         (f"{A} --epoch 1 --results runs", "runs is a folder; lines are added to a file, such as runs/results.jsonl"),
         (f"{A} --epoch 7", f"epoch 7 of {A} was not kept; the kept ones are 1"),

@@ -146,6 +146,7 @@ def test_the_command_lists_what_was_shortened(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     assert main(["table", "--shortened"]) == 0
     plan = read_plan(capsys.readouterr().out)
+    assert plan
     assert all(words[0] == "train" and recipes.find(words[1]) for words in plan)
     assert main(["table", "--shortened", "--missing"]) == 2
     assert "--missing and --shortened print different things; ask for one of them" in capsys.readouterr().err

@@ -173,8 +173,9 @@ def test_a_look_at_old_weights_is_no_further_run():
     whole = result("ours:mnist-views-ensemble", members=("a", "b"))
     cropped = result("ours:mnist-views-ensemble", members=("a", "b"), look=True, changes={"data_args.crops": 1})
     both = commands([whole, cropped])
-    assert "# torchcaps evaluate --ensemble, with the folders of a, b\n" in both
-    assert "# torchcaps evaluate --ensemble --crops 1, with the folders of a, b\n" in both
+    row = "--row ours:mnist-views-ensemble"
+    assert f"# torchcaps evaluate --ensemble {row}, with the folders of a, b\n" in both
+    assert f"# torchcaps evaluate --ensemble --crops 1 {row}, with the folders of a, b\n" in both
 
 
 def test_a_look_never_stands_before_the_run_itself():
@@ -220,21 +221,26 @@ def test_looks_at_kept_epochs_are_told_apart():
     page = render_page([run, other, last, early])
     for words in ("10.00 (with data\\_args.crops = 4, n", "10.00 (with data\\_args.crops = 4, epoch 100, n"):
         assert f"looked at again: {words} = 1)" in page
-    assert "looked at again: 0.900 (with data\\_args.crops = 4, epoch 9, n = 1)" in page
+    assert "looked at again: 0.900 (with data\\_args.crops = 4, epoch 9, n = 1); the weights of another epoch" in page
+    paused = replace(early, curves={"loss": [0.5] * 9})
+    assert [each.kept for each in (paused, replace(paused, curves={"epoch": [1, 9], "loss": [1, 1]}))] == [9, 9]
+    thin = {"epoch": [1, 100], "loss": [1, 1]}
+    assert [replace(each, curves=thin).kept for each in (other, early)] == [None, 9]
     sheet = render("mazzia2021_table2", [run, other, last, replace(other, recipe=run.recipe), early])
-    variants = [line.split(" (8)")[0].strip() for line in sheet.splitlines() if line.startswith("  ")]
+    variants = [re.split(r" \(\d", line)[0].strip() for line in sheet.splitlines() if line.startswith("  ")]
     crops = "data_args.crops = 4"
-    assert variants == [crops, f"{crops}, the last epoch", "tested anew", f"{crops}, 9 of 100 epochs, shortened"]
+    assert variants == [crops, f"{crops}, epoch 100", "tested anew", f"{crops}, 9 of 100 epochs, shortened"]
     told = commands([run, other, last, early])
     for words in ("--crops 4", "--crops 4 --epoch 100", "--crops 4 --epoch 9"):
         assert f"# torchcaps evaluate RUN... {words}, with the runs of torchcaps train mazzia2021" in told
 
 
 def test_a_look_by_another_protocol_names_the_runs_as_they_were_trained():
-    recipe = replace(recipes.find("ours:mnist"), protocol="sabour2017", data_args={})
-    (line, _) = commands([result("ours:mnist", look=True, recipe=recipe.to_dict())]).splitlines()
-    runs = "with the runs of torchcaps train ours:mnist, seed 0"
-    assert line == f"# torchcaps evaluate RUN... --protocol sabour2017, {runs}"
+    for data_args, crops in (({}, ""), ({"crops": 2}, " --crops 2")):
+        recipe = replace(recipes.find("ours:mnist"), protocol="sabour2017", data_args=data_args)
+        line, _ = commands([result("ours:mnist", look=True, recipe=recipe.to_dict())]).splitlines()
+        runs = "with the runs of torchcaps train ours:mnist, seed 0"
+        assert line == f"# torchcaps evaluate RUN... --protocol sabour2017{crops}, {runs}"
 
 
 def test_looks_do_not_say_how_long_curves_are_compared():

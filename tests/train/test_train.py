@@ -390,11 +390,12 @@ def test_recipe_and_row_stay_where_a_run_goes_on(tmp_path):
 
     (tmp_path / "row.json").write_text("of a run that never came to its first checkpoint")
     (tmp_path / "epochs").mkdir()
-    for name in ("epochs/epoch-0001.safetensors", "looks.json", "last.safetensors"):
+    for name in ("epochs/epoch-0001.safetensors", "epochs/notes.txt", "looks.json", "recipe.json"):
         (tmp_path / name).write_text("its own")
     tiny(RECIPE, tmp_path, limit=3)
-    for name in ("row.json", "epochs", "looks.json", "last.safetensors"):
+    for name in ("row.json", "epochs/epoch-0001.safetensors", "looks.json"):
         assert not (tmp_path / name).exists()
+    assert (tmp_path / "epochs" / "notes.txt").exists()
     tiny(RECIPE, tmp_path, limit=4, resume=True, about={"name": "one"})
     assert told() == [{"seed": 0, "recipe": RECIPE.to_dict()}, {"name": "one"}]
     tiny(replace(RECIPE, note="in other words"), tmp_path, limit=5, resume=True, about={"name": "two"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from torchcaps import evaluate
 from torchcaps.commands.ask import Ask, Found, answer
-from torchcaps.commands.counted import looked, looks, note_look, tell, to_tell
+from torchcaps.commands.counted import line_of, looked, looks, note_look, share, tell
 from torchcaps.commands.looks import name_of, tested, validation_predictions
 from torchcaps.commands.words import Row, choose, results_file
 from torchcaps.data import DataSet
@@ -35,34 +36,40 @@ def together(folders: list[Path], members: int | None, ask: Ask, row: str = "") 
     if members is not None:
         seen = {n: validation_predictions(each, data[n], ask.recipe(each.recipe), ask) for n, each in opened.items()}
         chosen = evaluate.choose_members(seen, members)
-    networks = [opened[name] for name in chosen]
+    names = sorted(chosen)
+    networks = [opened[name] for name in names]
     places = [each.folder for each in networks]
-    table, word = name_of(places[0]) if named is None else (named.table, named.row)
+    alike = all(each.recipe == networks[0].recipe for each in networks)
+    if ask.results and not alike and named is None:
+        raise ValueError(f"{' and '.join(names)} differ in recipe, so their line needs a row; name it by --row")
+    table = name_of(places[0])[0] if named is None else named.table
     path = Path(ask.results) if ask.results else results_file(table, places[0])
     check_ledger(path)
     if ask.plain:
         for folder in places:
             if not (folder / "result.json").exists():
                 tested(folder, replace(ask, results=""))  # its line is where it was trained
-    key = {"ensemble": sorted(chosen), **ask.key()}
+    weights = [hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest() for folder in places]
+    key = {"ensemble": names, "weights": weights, **ask.key()}
     with ExitStack() as locks:
         for folder in sorted(places):
             locks.enter_context(checkpoint.locked(folder))
-        known = [looked(folder, key) for folder in places]
-        taken = known[0]
-        stored = taken is not None and all(each and each["figures"] == taken["figures"] for each in known)
-        if taken is None or not stored:
-            said = _said(networks, [data[name] for name in chosen], ask)
-            found = figures_of(evaluate.ensemble(said), data[chosen[0]].test)
-            taken = note_look(places, key, found, 1 + _reads(places, ask))
-        alike = all(each.recipe == networks[0].recipe for each in networks)
-        if (alike or named is not None) and ask.images is None and to_tell(taken, bool(row or ask.results)):
-            recipe = ask.recipe(_recipe(networks[0].recipe, named, alike)).to_dict()
-            more: dict[str, Any] = {"table": table, "row": word, "members": chosen}
-            more["chosen_from"] = None if members is None else len(folders)
-            more |= {"test": taken["figures"], "recipe": recipe, "look": not ask.plain, **taken["made"]}
-            tell(places[0], taken, path, _line(networks, data[chosen[0]], alike, **more))
-        return answer("ensemble", ask, taken["figures"], None, _reads(places, ask), stored, chosen)
+        known = looked(places, key)
+        stored = known is not None
+        if known is None:
+            said = _said(networks, [data[name] for name in names], ask)
+            found = figures_of(evaluate.ensemble(said), data[names[0]].test)
+            line = None
+            if ask.images is None:
+                more = {"test": found, "test_reads": 1 + _reads(places, ask), "members": tuple(names)}
+                more["chosen_from"] = None if members is None else len(folders)
+                line = _line(networks, data[names[0]], ask, alike, more)
+            known = note_look(places, key, found, line)
+        share(places, known)
+        if known.get("line") and (named is not None or (alike and (ask.results or not known["told"]))):
+            line = line_of(known)
+            tell(places, known, path, line if named is None else _as_row(line, named, networks[0].recipe, alike, ask))
+        return answer("ensemble", ask, known["figures"], None, _reads(places, ask), stored, chosen)
 
 
 def _opened(folders: list[Path], ask: Ask) -> dict[str, Opened]:
@@ -105,19 +112,22 @@ def _reads(places: Sequence[Path], ask: Ask) -> int:
     return max(sum("ensemble" in each["ask"] for each in looks(folder, ask.data)) for folder in places)
 
 
-def _recipe(lead: Recipe, named: Row | None, alike: bool) -> Recipe:
-    """How the members were trained, with what the named row has to tell; the row's own where they differ."""
-    if named is None:
-        return lead
-    return replace(lead, **{name: getattr(named.recipe, name) for name in TOLD}) if alike else named.recipe
-
-
-def _line(networks: Sequence[Opened], data: DataSet, alike: bool, *, table: str, row: str, **more: Any) -> Result:
+def _line(networks: Sequence[Opened], data: DataSet, ask: Ask, alike: bool, more: dict[str, Any]) -> Result:
+    """By the row of the members; where they differ, by that of the first."""
     places = [each.folder for each in networks]
-    more |= _costs(places)
-    if not alike:
-        more |= _length(places)
-    return result_of(networks[0], data, table, row, **more)
+    recipe = ask.recipe(networks[0].recipe).to_dict()
+    lengths = {} if alike else _length(places)
+    more = {"recipe": recipe, "look": not ask.plain, **_costs(places), **lengths, **more}
+    return result_of(networks[0], data, *name_of(places[0]), **more)
+
+
+def _as_row(line: Result, named: Row, lead: Recipe, alike: bool, ask: Ask) -> Result:
+    """The line under another row: how its members were trained, with what the row has to tell; the row's own recipe
+    where they differ."""
+    own = {name: getattr(named.recipe, name) for name in TOLD}
+    recipe = ask.recipe(replace(lead, **own) if alike else named.recipe)
+    planned = named.recipe.epochs if alike else line.planned
+    return replace(line, table=named.table, row=named.row, recipe=recipe.to_dict(), planned=planned)
 
 
 def _costs(folders: list[Path]) -> dict[str, Any]:

@@ -58,8 +58,8 @@ def evaluate_runs(
         raise ValueError("--members goes with --ensemble, which names the runs to choose from")
     if ensemble is not None and (epoch is not None or split == "validation"):
         raise ValueError("--ensemble tests runs as their recipes select them; leave --epoch and --split out")
-    if ensemble is not None and members is None and len(folders) < 2:
-        raise ValueError(f"an ensemble takes two runs or more, and {folders[0]} is one")
+    if ensemble is not None and (len(folders) if members is None else members) < 2:
+        raise ValueError(f"an ensemble is of two runs or more, not of {len(folders) if members is None else members}")
     if row and ensemble is None:
         raise ValueError("--row goes with --ensemble, which names the runs that are tested together")
     if row and not recipes.find(row).metric.startswith("ensemble_"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchcaps import recipes
 from torchcaps.commands.ask import Ask, Found, answer
-from torchcaps.commands.counted import looked, looks, note_look, reads_of, tell, to_tell
+from torchcaps.commands.counted import line_of, looked, looks, note_look, reads_of, tell
 from torchcaps.commands.words import results_file
 from torchcaps.data import DataSet
 from torchcaps.evaluate import Figures, Predictions, figures
@@ -66,6 +66,8 @@ def check(folder: Path, ask: Ask) -> Ask:
     check_run(folder)
     if ask.epoch is None:
         check_finished(folder)
+    if ask.results and ask.split == "validation":
+        raise ValueError("a look at held-out images gets no line; leave --results out")
     check_ledger(ledger(folder, ask))
     if ask.epoch is not None and ask.epoch == (read_json(folder / "final.json") or {}).get("selected_epoch"):
         ask = replace(ask, epoch=None)
@@ -117,7 +119,7 @@ def _note_exported(folder: Path, ask: Ask, recipe: Recipe, data: dict[str, str],
     """A line of the look, unless the file has it."""
     own = _result(folder)
     of_training = {name: value for name, value in vars(own).items() if name not in OF_A_LOOK}
-    run = attrgetter("table", "row", "seed", "look")
+    run = attrgetter("table", "row", "seed", "members", "epochs", "selected", "look")
     of_look = {"recipe": recipe.to_dict(), "data": data, "test": found, "look": True}
     line = from_line(Result.now(**of_training, **of_look).line())
     there = [other for other in read(ask.results) if run(other) == run(line) and other.data.get("test") == data["test"]]
@@ -173,23 +175,23 @@ def further(folder: Path, ask: Ask) -> Found:
         opened = open_run(folder, device=ask.device, epoch=ask.epoch)
         alone = _one_view(folder, ask)
         if alone is not None:
+            if ask.results:
+                raise ValueError(f"what one view has stands in the line of {folder} itself; leave --results out")
             return _found(folder, ask, alone, opened.epoch, True)
-        known = looked(folder, ask.key())
-        if known is not None and (ask.images is not None or not to_tell(known, bool(ask.results))):
-            return _found(folder, ask, known["figures"], opened.epoch, True)
-        recipe, data = ask.recipe(opened.recipe), ask.load(opened)
-        new = known is None
+        known = looked([folder], ask.key())
+        stored = known is not None
         if known is None:
+            recipe, data = ask.recipe(opened.recipe), ask.load(opened)
             found = figures_of(look(opened.model, data.test, data, recipe, ask.images), data.test)
-            known = note_look([folder], ask.key(), found, reads_of(folder, ask.data) + 1)
-        if ask.images is None:
-            table, row = name_of(folder)
-            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": known["figures"], "look": True}
+            changes: dict[str, Any] = {"recipe": recipe.to_dict(), "test": found, "look": True}
+            changes["test_reads"] = 1 + reads_of(folder, ask.data)
             if ask.epoch is not None:
                 changes |= {"epochs": ask.epoch, "selected": "last"}
-            line = result_of(opened, data, table, row, **changes, **known["made"])
-            tell(folder, known, ledger(folder, ask), line)
-        return _found(folder, ask, known["figures"], opened.epoch, not new)
+            line = None if ask.images is not None else result_of(opened, data, *name_of(folder), **changes)
+            known = note_look([folder], ask.key(), found, line)
+        if known.get("line") and (ask.results or not known["told"]):
+            tell([folder], known, ledger(folder, ask), line_of(known))
+        return _found(folder, ask, known["figures"], opened.epoch, stored)
 
 
 def _one_view(folder: Path, ask: Ask) -> Figures | None:

@@ -82,6 +82,13 @@ def _asked(changes: Mapping[str, Any], epoch: int | None = None) -> list[str]:
     return _switches(asked if epoch is None else {**asked, "epoch": epoch})
 
 
+def _differing(look: Result) -> dict[str, Any]:
+    """What a look was at instead of what its row has."""
+    row, own = recipes.find(f"{look.table}:{look.row}"), look.recipe["data_args"]
+    crops = {"data_args.crops": own["crops"]} if own.get("crops") not in (None, row.data_args.get("crops")) else {}
+    return {**changed(row, look.recipe), **crops}
+
+
 def _not_told(look: Result) -> tuple[str, ...]:
     """Fields in which the recipe of a look is not that of its run; of another protocol all that it was given."""
     row = recipes.find(f"{look.table}:{look.row}")
@@ -124,9 +131,12 @@ def _switches(changes: Mapping[str, Any]) -> list[str]:
 
 def _lines(runs: list[Result]) -> list[str]:
     first = runs[0]
-    asked = _asked(changed(recipes.find(f"{first.table}:{first.row}"), first.recipe), first.kept) * first.look
+    asked = _asked(_differing(first), first.kept) * first.look
     if first.members:
-        lines = [f"# torchcaps evaluate --ensemble{_after(asked)}, with the folders of {', '.join(first.members)}"]
+        name = f"{first.table}:{first.row}"
+        row = ["--row", name] if recipes.find(name).metric.startswith("ensemble_") else []
+        options = _after([*asked, *row])
+        lines = [f"# torchcaps evaluate --ensemble{options}, with the folders of {', '.join(first.members)}"]
     elif first.look:
         seeds = ", ".join(f"seed {seed}" for seed in sorted(run.seed for run in runs))
         runs_of = shlex.join(["torchcaps", *words(first, without=_not_told(first))])

@@ -85,7 +85,8 @@ class Result:
     def kept(self) -> int | None:
         """The epoch that a look was at, where it was another than the run's own."""
         trained = self.curves["epoch"][-1] if self.curves.get("epoch") else len(next(iter(self.curves.values()), []))
-        other = self.epochs != trained or self.selected != self.recipe.get("select", self.selected)
+        went_on = not self.reached and self.epochs != self.recipe.get("epochs", self.epochs)
+        other = self.epochs != trained or went_on or self.selected != self.recipe.get("select", self.selected)
         return self.epochs if self.look and trained and other else None
 
     @classmethod

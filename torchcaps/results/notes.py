@@ -16,6 +16,7 @@ from torchcaps.results import Result
 LAST = re.compile(r"(?<!\d)(0|[1-9]\d*)\Z")  # a number that can be counted on from
 AGAIN = "the test set was read more than once"
 ELSEWHERE = "trained weights, tested on other data"
+EARLIER = "the weights of another epoch than the run's own"
 
 
 def latest(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
@@ -51,7 +52,7 @@ def remarks(runs: list[Result], earlier: Iterable[tuple[Result, str]] = ()) -> l
     elif any(run.test_reads != 1 for run in runs):
         said.append(AGAIN)
     elif looked:
-        said.append(ELSEWHERE)
+        said.append(EARLIER if any(run.kept for run in runs) else ELSEWHERE)
     said += [f"an earlier run of seed {run.seed} had {figure}" for run, figure in earlier]
     return said
 

@@ -74,8 +74,8 @@ def _sheet(table: Any, results: list[Result]) -> Sheet:
         sheet.lines.append(Line((row, metric, recipe.reported, *cells), notes + more))
         for (_, label, kept), group in groups.items():
             runs, before = latest(group)
-            last = kept and kept == recipe.epochs  # of fewer epochs the label tells
-            label = ", ".join(filter(None, (label, "the last epoch" if last else "")))
+            at = f"epoch {kept}" if kept and f"{kept} of {recipe.epochs} epochs" not in label else ""
+            label = ", ".join(filter(None, (label, at)))
             said = [sheet.note(text) for text in remarks(runs, replaced(recipe.metric, before))]
             label = (label or "tested anew") + ", shortened" * is_short(recipe, runs[0])
             sheet.lines.append(Line((label, "", "", *_cells(recipe, runs)), said, "variant"))

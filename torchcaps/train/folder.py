@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,14 +174,15 @@ def check_checkpoints(out: Path) -> None:
 def write_recipe(out: Path, recipe: Recipe, seed: int, about: dict[str, Any] | None, begins: bool) -> None:
     """recipe.json and row.json. Those of a run that goes on stay; it gets the latter where there is none.
 
-    A run that begins takes away what one that was killed before its first checkpoint has left of its own weights.
+    Where a run begins that another was killed in before its first checkpoint, the epochs that this one has kept go.
     """
     row = out / "row.json"
     if begins:
-        shutil.rmtree(out / "epochs", ignore_errors=True)
-        for path in (row, out / "last.safetensors", out / "looks.json"):
-            path.unlink(missing_ok=True)
+        if (out / "recipe.json").exists():
+            for path in (*(out / "epochs").glob("epoch-*.safetensors"), out / "looks.json"):
+                path.unlink(missing_ok=True)
         checkpoint.write(out / "recipe.json", as_json({"seed": seed, "recipe": recipe.to_dict()}))
+        row.unlink(missing_ok=True)
     if about is not None and not row.exists():
         checkpoint.write(row, as_json(about))
 
