@@ -241,6 +241,37 @@ def test_exported_weights_get_a_line_where_a_file_is_named(capsys, place, monkey
     assert read("looks.jsonl") == [line]
 
 
+def test_looks_at_exported_weights_are_counted_by_the_lines_that_a_file_has(capsys, place, monkeypatch):
+    """Those at the same images; neither looks at a run's kept epoch nor those at other data."""
+    assert main(["export", A, "--out", "net", "--device", "cpu"]) == 0
+    digits = load("digits")
+
+    def shaded(recipe):
+        share = {"digits": 1, "dark_digits": 2, "dim_digits": 3}[recipe.data]
+        test = Stored(digits.test.images // share, digits.test.labels, digits.class_names)
+        crops = recipe.data_args.get("crops", 1)
+        transform = (corners(),) if crops > 1 else digits.test_transform
+        return replace(digits, name=recipe.data, test=test, test_transform=transform)
+
+    monkeypatch.setattr(ask, "load_data", shaded)
+    told(capsys, A, "--data", "dark_digits", "--epoch", "1", "--results", "looks.jsonl")
+    for words in (["--data", "dark_digits"], ["--data", "dim_digits"], ["--data", "dark_digits", "--crops", "4"]):
+        told(capsys, "net", *words, "--results", "looks.jsonl")
+    _, dark, dim, cropped = read("looks.jsonl")
+    assert [line.recipe["data"] for line in (dark, dim, cropped)] == ["dark_digits", "dim_digits", "dark_digits"]
+    assert [line.test_reads for line in (dark, dim, cropped)] == [1, 1, 2]
+
+
+def test_a_broken_ledger_of_a_named_row_is_refused_before_a_look(capsys, monkeypatch, place, checksum):
+    row = replace(recipes.find("quick:digits"), metric="ensemble_error", seeds=2)
+    monkeypatch.setitem(recipes.tables()["ours"].ROWS, "pairs", row)
+    Path("runs/two/ours.jsonl").write_text("{half\n")
+    before = checksum(place)
+    assert main(["evaluate", A, "--ensemble", B, "--row", "ours:pairs", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("torchcaps: runs/two/ours.jsonl, line 1 is broken: ")
+    assert checksum(place) == before
+
+
 def test_one_view_is_looked_up_where_the_run_has_told_it(capsys, monkeypatch):
     monkeypatch.setattr(looks, "look", None)
     path = Path(A, "test.json")

@@ -402,6 +402,15 @@ def test_recipe_and_row_stay_where_a_run_goes_on(tmp_path):
     assert told() == [{"seed": 0, "recipe": RECIPE.to_dict()}, {"name": "one"}]
 
 
+def test_what_is_in_a_folder_without_a_run_stays(tmp_path):
+    (tmp_path / "epochs").mkdir()
+    for name in ("epochs/epoch-0001.safetensors", "looks.json"):
+        (tmp_path / name).write_text("of something else")
+    tiny(RECIPE, tmp_path, limit=3)
+    for name in ("epochs/epoch-0001.safetensors", "looks.json"):
+        assert (tmp_path / name).read_text() == "of something else"
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path):
     tiny(RECIPE, tmp_path, limit=3)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

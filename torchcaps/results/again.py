@@ -90,10 +90,9 @@ def _differing(look: Result) -> dict[str, Any]:
 
 
 def _not_told(look: Result) -> tuple[str, ...]:
-    """Fields in which the recipe of a look is not that of its run; of another protocol all that it was given."""
+    """Fields in which the recipe of a look is not that of its run; another protocol has other options."""
     row = recipes.find(f"{look.table}:{look.row}")
-    own = tuple(f"data_args.{name}" for name in {**row.data_args, **look.recipe["data_args"]})
-    return (*ASKED, "data_args", *own) if look.recipe["protocol"] != row.protocol else ASKED
+    return (*ASKED, "data_args") if look.recipe["protocol"] != row.protocol else ASKED
 
 
 def _after(options: list[str]) -> str:
