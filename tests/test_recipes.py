@@ -360,6 +360,13 @@ def test_values_of_the_papers():
     assert ours.optimizer_args["decay"] == 1e-4
     assert ours.reconstruction == 0.3
     assert find("choi2019_table1:ours-mnist").epochs == 20
+    assert "kernel_start" not in ours.model_args
+    released = find("choi2019_table1:ours-c10+-official")
+    assert released.model_args == {"depth": 4, "dim": 32, "kernel_start": "whole"}
+    assert released.optimizer_args == {"rho": 0.9, "decay": 1e-4, "eps": 1e-8}
+    assert released.schedule_args == {"milestones": (51,), "factor": 0.5}
+    assert "optimizer_args.eps" in ours.assumed
+    assert released.assumed == ("seeds",)
 
     for name, optimizer, lr, loss in (
         ("inverted-resnet-cifar10", "sgd", 0.1, "cross_entropy"),

@@ -197,10 +197,18 @@ def test_full_window_drops_children_too():
 
 @pytest.mark.parametrize(("window", "ins", "outs"), [(3, 9 * 16, 9 * 32), ((7, 5), 35 * 16, 35 * 32)], ids=str)
 def test_start_is_that_of_keras(window, ins, outs):
-    made = PooledConvCaps(2, 16, 3, 32, Shares, kernel_size=window)
-    limit = math.sqrt(6 / (ins + outs))
+    """As a kernel for each pair of types, or as one for all, in which Keras counts the outs of all."""
+    for whole, pairs in ((False, 1), (True, 2 * 3)):
+        made = PooledConvCaps(2, 16, 3, 32, Shares, kernel_size=window, whole=whole)
+        limit = math.sqrt(6 / (ins + pairs * outs))
+        assert 0.99 * limit < made.weight.abs().max() <= limit
+        assert not made.bias.any()
+
+
+def test_a_full_window_starts_as_one_kernel_too():
+    made = FullWindowCaps(2, 16, 3, 32, Shares, size=(4, 5), whole=True)
+    limit = math.sqrt(6 / (20 * 16 + 2 * 3 * 20 * 32))
     assert 0.99 * limit < made.weight.abs().max() <= limit
-    assert not made.bias.any()
 
 
 def test_compiles_whole():

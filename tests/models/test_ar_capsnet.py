@@ -186,6 +186,28 @@ def test_batch_norm_and_start_are_those_of_keras():
         assert not layer.bias.any()
 
 
+def test_weights_start_as_in_the_released_code():
+    """The limits of Keras's glorot_uniform for the kernels that it has there, as [..., ins, outs]."""
+    model = ar_capsnet_cifar10(kernel_start="whole")
+    first, second, last = model.body.layers[0], model.body.layers[1].layer, model.body.layers[4]
+    shapes = {
+        model.primary.conv.weight: (3, 3, 64, 128),
+        model.primary.activation.weight: (1, 1, 16, 16 * 8),
+        first.weight: (3, 3, 16, 8 * 32 * 8),
+        first.routing.kernel: (1, 1, 32, 8, 8 * 8),
+        second.weight: (3, 3, 32, 8 * 32 * 8),
+        second.routing.activation.weight: (1, 1, 32, 32 * 8),
+        last.weight: (8, 8, 32, 8 * 32 * 10),
+        last.routing.kernel: (1, 1, 32, 8, 8 * 10),
+        last.routing.activation.weight: (1, 1, 32, 32 * 10),
+    }
+    for weight, (*field, ins, outs) in shapes.items():
+        limit = math.sqrt(6 / (math.prod(field) * (ins + outs)))
+        assert 0.98 * limit < weight.abs().max() <= limit
+    with pytest.raises(ValueError, match="kernel_start must be pair or whole, got 'keras'"):
+        ar_capsnet_cifar10(kernel_start="keras")
+
+
 @pytest.mark.parametrize("image", [(1, 1, 1), (3, 2, 5), (1, 17, 30), (4, 64, 48)])
 @pytest.mark.parametrize("preset", ["ar_capsnet_mnist", "ar_capsnet_affnist", "ar_capsnet_cifar10", "ar_capsnet"])
 def test_any_image_and_classes(preset, image):

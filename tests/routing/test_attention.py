@@ -157,6 +157,14 @@ def test_sizes_and_start_are_those_of_keras():
     assert not activation.bias.any()
 
 
+def test_weights_can_start_as_one_kernel_for_all_parents():
+    """Keras counts the last two axes of [1, 1, d, i, (j i)] and [1, 1, p, (j d)], times those before them."""
+    routing = AttentionRouting(8, 10, 32, whole=True)
+    for weight, ins, outs in ((routing.kernel, 32 * 8, 32 * 80), (routing.activation.weight, 32, 320)):
+        limit = math.sqrt(6 / (ins + outs))
+        assert 0.99 * limit < weight.abs().max() <= limit
+
+
 @pytest.mark.parametrize("attention", FORMS)
 def test_zero_votes_are_shared_evenly_with_finite_gradients(attention):
     routing = AttentionRouting(6, 3, 4, attention=attention)

@@ -22,6 +22,8 @@ class PooledConvCaps(nn.Module):
     Args:
         routing: a routing class or a partial of one, called with (in_caps, out_caps, out_dim).
         dropout: share of the children's entries set to 0 in training.
+        whole: weights start as one Keras kernel for all pairs, whose outs are those of all, as in the released code;
+            otherwise each pair's as a kernel of its own, several times larger.
 
     Shapes: poses [b, i, p, h, w] -> Capsules with poses [b, j, d, ceil(h / stride), ceil(w / stride)] and coupling
         [b, h', w', i, j]
@@ -37,13 +39,16 @@ class PooledConvCaps(nn.Module):
         kernel_size: int | tuple[int, int] = 3,
         stride: int = 1,
         dropout: float = 0.5,
+        *,
+        whole: bool = False,
     ):
         super().__init__()
         self.stride = stride
         window = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
         weight = torch.empty(in_caps, out_caps, out_dim, in_dim, *window)  # [i, j, d, p, y, x]
         area = window[0] * window[1]
-        self.weight = nn.Parameter(glorot_uniform_(weight, area * in_dim, area * out_dim))
+        outs = area * out_dim * (in_caps * out_caps if whole else 1)
+        self.weight = nn.Parameter(glorot_uniform_(weight, area * in_dim, outs))
         self.bias = nn.Parameter(torch.zeros(in_caps, out_caps, out_dim))
         self.dropout = nn.Dropout(dropout)
         self.routing = routing(in_caps, out_caps, out_dim)
@@ -87,8 +92,10 @@ class FullWindowCaps(PooledConvCaps):
         routing: Callable[..., Routing],
         size: tuple[int, int],
         dropout: float = 0.5,
+        *,
+        whole: bool = False,
     ):
-        super().__init__(in_caps, in_dim, out_caps, out_dim, routing, kernel_size=size, dropout=dropout)
+        super().__init__(in_caps, in_dim, out_caps, out_dim, routing, kernel_size=size, dropout=dropout, whole=whole)
 
     def forward(self, poses: Tensor, activations: Tensor | None = None, parents: Tensor | None = None) -> Capsules:
         return self.routing(self.vote(self.dropout(poses)), None, parents)

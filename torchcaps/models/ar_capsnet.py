@@ -49,10 +49,10 @@ class ARPrimaryCaps(nn.Module):
     Shapes: features [b, c', h, w] -> Capsules with poses [b, c, d, ceil(h / 2), ceil(w / 2)]
     """
 
-    def __init__(self, in_channels: int, caps: int, dim: int):
+    def __init__(self, in_channels: int, caps: int, dim: int, whole: bool = False):
         super().__init__()
         self.conv = keras_conv_(nn.Conv2d(in_channels, caps * dim, 3, stride=2))
-        self.activation = CapsuleActivation(caps, dim)
+        self.activation = CapsuleActivation(caps, dim, whole=whole)
 
     def forward(self, features: Tensor) -> Capsules:
         poses = conv_same(features, self.conv.weight, self.conv.bias, stride=2).relu()
@@ -82,6 +82,7 @@ def ar_capsnet(
     dropout: float = 0.5,
     largest: int | None = 10,
     norm_momentum: float = 0.01,
+    kernel_start: str = "pair",
     backbone: str | nn.Module = "conv",
     decoder: bool = True,
     objects: int = 1,
@@ -97,27 +98,32 @@ def ar_capsnet(
         attention: "all", each logit sees all children's votes; "own", its own child's alone, as in the paper's text.
         largest: side of the map up to which layers halve it; None leaves that to the first alone.
         norm_momentum: of batch norms: how fast their statistics follow. Keras's 0.01 wants a thousand steps and more.
+        kernel_start: as what kernels the capsule layers' weights start, "pair", each pair of types one of its own, or
+            "whole", one for all pairs, as in the released code; the paper does not say.
         backbone: "conv", the paper's two convolutions; "resnet"; or a module.
     """
+    if kernel_start not in ("pair", "whole"):
+        raise ValueError(f"kernel_start must be pair or whole, got {kernel_start!r}")
+    whole = kernel_start == "whole"
     check_count("depth", depth, least=0)
     check_count("dim", dim)
     stem = find_backbone(backbone, image, conv=lambda c: ar_stem(c, momentum=norm_momentum))
     channels, height, width = feature_shape(stem, image)
     height, width, in_dim = -(-height // 2), -(-width // 2), PRIMARY_DIM
-    routing = partial(AttentionRouting, attention=attention)
+    routing = partial(AttentionRouting, attention=attention, whole=whole)
     layers: list[nn.Module] = []
     for n in range(depth):
         if n == 0 or (largest is not None and max(height, width) > largest):
-            layers.append(PooledConvCaps(CAPS, in_dim, CAPS, dim, routing, stride=2, dropout=dropout))
+            layers.append(PooledConvCaps(CAPS, in_dim, CAPS, dim, routing, stride=2, dropout=dropout, whole=whole))
             height, width, in_dim = -(-height // 2), -(-width // 2), dim
         else:
-            inner = PooledConvCaps(CAPS, dim, CAPS, dim, partial(routing, tanh=False), dropout=dropout)
+            inner = PooledConvCaps(CAPS, dim, CAPS, dim, partial(routing, tanh=False), dropout=dropout, whole=whole)
             layers.append(TanhResidual(inner))
-    layers.append(FullWindowCaps(CAPS, in_dim, classes, dim, routing, size=(height, width), dropout=dropout))
+    last = FullWindowCaps(CAPS, in_dim, classes, dim, routing, (height, width), dropout, whole=whole)
     return CapsNet(
         stem=stem,
-        primary=ARPrimaryCaps(channels, CAPS, PRIMARY_DIM),
-        body=CapsuleStack(*layers),
+        primary=ARPrimaryCaps(channels, CAPS, PRIMARY_DIM, whole),
+        body=CapsuleStack(*layers, last),
         head=LengthHead(longest=math.sqrt(dim)),
         decoder=Decoder(classes * dim, hidden=(512, 512), image=image, init=_start) if decoder else None,
         image=image,

@@ -70,14 +70,16 @@ class CapsuleActivation(nn.Module):
 
     Args:
         tanh: False leaves the tanh to the caller (a residual is added before it).
+        whole: weights start as one kernel for all channels, whose outs are those of all; see `PooledConvCaps`.
 
     Shapes: poses [..., j, d] -> [..., j, d]
     """
 
-    def __init__(self, caps: int, dim: int, tanh: bool = True):
+    def __init__(self, caps: int, dim: int, tanh: bool = True, *, whole: bool = False):
         super().__init__()
         self.tanh = tanh
-        self.weight = nn.Parameter(_glorot(torch.empty(caps, dim, dim), dim))  # [j, p, d]
+        outs = dim * caps if whole else dim
+        self.weight = nn.Parameter(_glorot(torch.empty(caps, dim, dim), dim, outs))  # [j, p, d]
         self.bias = nn.Parameter(torch.zeros(caps, dim))
 
     def forward(self, poses: Tensor) -> Tensor:
@@ -94,9 +96,19 @@ class AttentionRouting(nn.Module):
         in_caps: children, which are capsule channels: at most 64, for the kernel grows with their square.
         attention: "all", a logit sees the votes of all children; "own", its own child's vote alone.
         tanh: False leaves the tanh to the caller.
+        whole: weights start as one kernel for all parents, whose outs are those of all; see `PooledConvCaps`.
     """
 
-    def __init__(self, in_caps: int, out_caps: int, out_dim: int, attention: str = "all", tanh: bool = True):
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        out_dim: int,
+        attention: str = "all",
+        tanh: bool = True,
+        *,
+        whole: bool = False,
+    ):
         super().__init__()
         if in_caps > MOST_CHILDREN:
             raise ValueError(
@@ -106,8 +118,9 @@ class AttentionRouting(nn.Module):
         if attention not in ("all", "own"):
             raise ValueError(f"attention must be all or own, got {attention!r}")
         shape, fan = ((in_caps, in_caps), in_caps * out_dim) if attention == "all" else ((in_caps,), out_dim)
-        self.kernel = nn.Parameter(_glorot(torch.empty(*shape, out_caps, out_dim), fan))  # [(m) i, j, d]
-        self.activation = CapsuleActivation(out_caps, out_dim, tanh)
+        outs = fan * out_caps if whole else fan
+        self.kernel = nn.Parameter(_glorot(torch.empty(*shape, out_caps, out_dim), fan, outs))  # [(m) i, j, d]
+        self.activation = CapsuleActivation(out_caps, out_dim, tanh, whole=whole)
 
     def forward(
         self, votes: Votes | Tensor, activations: Tensor | None = None, parents: Tensor | None = None
@@ -116,7 +129,7 @@ class AttentionRouting(nn.Module):
         return Capsules(self.activation(mixed.poses), mixed.activations, mixed.coupling)
 
 
-def _glorot(weight: Tensor, fan: int) -> Tensor:
-    """Keras's glorot_uniform with as many ins as outs: N d for a kernel over all entries of N votes."""
-    limit = math.sqrt(3 / fan)
+def _glorot(weight: Tensor, ins: int, outs: int) -> Tensor:
+    """Keras's glorot_uniform: N d ins for a kernel over all entries of N votes."""
+    limit = math.sqrt(6 / (ins + outs))
     return nn.init.uniform_(weight, -limit, limit)
