@@ -3,9 +3,10 @@
 PLAN has a command a line, as `torchcaps table --commands` prints them. What is finished is passed over and what was
 begun goes on, so the same call, given again, takes up where the last one ended: when time is up, at Ctrl-C
 or SIGTERM, every run is asked to save itself. A line that evaluates waits for all before it. Each line's words go to a
-file in --logs, and the last of them are shown as they come. Small networks cannot fill a GPU alone; several do best
-under its multi-process service (nvidia-cuda-mps-control -d). Leave CUDA_MPS_ACTIVE_THREAD_PERCENTAGE unset: with 60 the
-losses of four networks were not finite on an H200, for a reason that has not been found.
+file in --logs, and the last of them are shown as they come. Small networks cannot fill a GPU alone; several gain a
+little under its multi-process service (nvidia-cuda-mps-control -d, docs/speed.md). Leave
+CUDA_MPS_ACTIVE_THREAD_PERCENTAGE unset: with 60 the losses of four networks were not finite on an H200, for a reason
+that has not been found.
 
 It ends with 0 if all is done, 1 if a command failed, 3 if time was too short.
 """
