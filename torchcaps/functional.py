@@ -193,6 +193,12 @@ def mask_capsules(poses: Tensor, targets: Tensor) -> Tensor:
     return poses[:, None].masked_fill(others[..., None], 0)
 
 
+def glorot_uniform_(tensor: Tensor, fan_in: int, fan_out: int) -> Tensor:
+    """Keras's default start."""
+    limit = math.sqrt(6 / (fan_in + fan_out))
+    return nn.init.uniform_(tensor, -limit, limit)
+
+
 def check_labels(labels: Tensor, batch: int, classes: int | None = None) -> None:
     """Labels are int64, [b] or [b, k] padded with -1. Values are looked at only where that waits for no device."""
     if not isinstance(labels, Tensor):

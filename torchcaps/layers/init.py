@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from torchcaps.functional import glorot_uniform_
+
 Init = Callable[[nn.Linear, bool], None]  # called with a layer and whether it is the last
 
 _CUT_STD = 0.87962566103423978  # the standard deviation of a unit normal cut at two
@@ -28,12 +30,6 @@ def he_normal_(tensor: Tensor, fan_in: int) -> Tensor:
 def glorot_normal_(tensor: Tensor, fan_in: int, fan_out: int) -> Tensor:
     """Keras's glorot_normal: cut at two, with variance 2 / (fan_in + fan_out) after the cut."""
     return truncated_normal_(tensor, math.sqrt(2 / (fan_in + fan_out)) / _CUT_STD)
-
-
-def glorot_uniform_(tensor: Tensor, fan_in: int, fan_out: int) -> Tensor:
-    """Keras's default."""
-    limit = math.sqrt(6 / (fan_in + fan_out))
-    return nn.init.uniform_(tensor, -limit, limit)
 
 
 def mixture_normal_(weight: Tensor, in_caps: int, size: float = 0.5) -> Tensor:

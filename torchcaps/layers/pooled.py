@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchcaps.layers.init import glorot_uniform_
+from torchcaps.functional import glorot_uniform_
 from torchcaps.layers.same import pad_same
 from torchcaps.ops.grouped import convolve_groups
 from torchcaps.types import Capsules, Routing

@@ -6,12 +6,12 @@ compete for each parent, where in the other routings the parents compete for eac
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from torchcaps.functional import glorot_uniform_
 from torchcaps.ops import Votes, in_full_precision
 from torchcaps.ops.backend import attends_fused
 from torchcaps.ops.grouped import map_groups
@@ -79,7 +79,7 @@ class CapsuleActivation(nn.Module):
         super().__init__()
         self.tanh = tanh
         outs = dim * caps if whole else dim
-        self.weight = nn.Parameter(_glorot(torch.empty(caps, dim, dim), dim, outs))  # [j, p, d]
+        self.weight = nn.Parameter(glorot_uniform_(torch.empty(caps, dim, dim), dim, outs))  # [j, p, d]
         self.bias = nn.Parameter(torch.zeros(caps, dim))
 
     def forward(self, poses: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ class AttentionRouting(nn.Module):
             raise ValueError(f"attention must be all or own, got {attention!r}")
         shape, fan = ((in_caps, in_caps), in_caps * out_dim) if attention == "all" else ((in_caps,), out_dim)
         outs = fan * out_caps if whole else fan
-        self.kernel = nn.Parameter(_glorot(torch.empty(*shape, out_caps, out_dim), fan, outs))  # [(m) i, j, d]
+        kernel = torch.empty(*shape, out_caps, out_dim)  # [(m) i, j, d]
+        self.kernel = nn.Parameter(glorot_uniform_(kernel, fan, outs))
         self.activation = CapsuleActivation(out_caps, out_dim, tanh, whole=whole)
 
     def forward(
@@ -127,9 +128,3 @@ class AttentionRouting(nn.Module):
     ) -> Capsules:
         mixed = attention_routing(votes, self.kernel)
         return Capsules(self.activation(mixed.poses), mixed.activations, mixed.coupling)
-
-
-def _glorot(weight: Tensor, ins: int, outs: int) -> Tensor:
-    """Keras's glorot_uniform: N d ins for a kernel over all entries of N votes."""
-    limit = math.sqrt(6 / (ins + outs))
-    return nn.init.uniform_(weight, -limit, limit)
